@@ -278,7 +278,7 @@ def parse_manifest(data: bytes) -> Manifest:
         UnsupportedError: a newer format number.
     """
     fields = _load(data, "manifest", MAX_MANIFEST_BYTES)
-    names = {field for field in Manifest.__dataclass_fields__} | {"format"}
+    names = set(Manifest.__dataclass_fields__) | {"format"}
     _expect_keys(fields, names, "manifest")
     blobs = fields["blobs"]
     if not isinstance(blobs, list) or len(blobs) > MAX_BLOBS:

@@ -1,0 +1,78 @@
+"""What happened, as frozen values. The core emits them to hooks; logs and metrics are adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from vllm_delta.format import Version
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A trainer claimed the channel by a fence; `resumed` when it goes on from the tail."""
+
+    channel: str
+    epoch: int
+    seq: int
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version was committed, and what it cost.
+
+    Attributes:
+        n_weights: elements in the checkpoint; n_changed: elements whose bits changed.
+        model_bytes: bytes of the checkpoint.
+        payload_bytes: all bytes written for the version, manifest included.
+        diff_s, encode_s, upload_s: seconds of each part; seconds: of the whole call.
+    """
+
+    version: Version
+    seq: int
+    kind: str
+    n_weights: int
+    n_changed: int
+    model_bytes: int
+    payload_bytes: int
+    diff_s: float
+    encode_s: float
+    upload_s: float
+    seconds: float
+
+    @property
+    def changed_percent(self) -> float:
+        return 100.0 * self.n_changed / max(self.n_weights, 1)
+
+    @property
+    def payload_percent(self) -> float:
+        return 100.0 * self.payload_bytes / max(self.model_bytes, 1)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A version's blobs were fetched and verified."""
+
+    version: Version
+    n_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An operation ended in an error and lost nothing."""
+
+    operation: str
+    error: Exception
+
+
+Event = Claimed | Published | Fetched | Failed
+Hook = Callable[[Event], None]
+
+
+def emit(hooks: Iterable[Hook], event: Event) -> None:
+    """Call every hook with the event, in order. A hook that raises stops the caller: hooks are
+    the caller's own code."""
+    for hook in hooks:
+        hook(event)
