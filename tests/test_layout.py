@@ -315,8 +315,8 @@ def test_judge_returns_the_target_fingerprints() -> None:
     [
         ([9, 5], {0: 12}, {0: 2}, [11, 5], "touches is not its base's"),
         ([9, 5], {}, {0: 2}, [11, 5], "touches is not its base's"),
-        ([9, 5], {0: 11}, {0: 3}, [11, 5], "would not become"),
-        ([8, 5], {0: 11}, {0: 2}, [11, 5], "would not become"),
+        ([9, 5], {0: 11}, {0: 3}, [11, 5], "tensor would not become"),
+        ([8, 5], {0: 11}, {0: 2}, [11, 5], "tensor would not become"),
         ([9, 6], {0: 11}, {0: 2}, [11, 5], "weights would not become"),
     ],
     ids=["damaged", "untouched", "wrong change", "wrong base", "another tensor"],
