@@ -1,0 +1,247 @@
+"""A channel's log: one record after another, each written by the trainer that owns the channel.
+
+Every record names its predecessor's digest and is written only where none is yet, so of two
+trainers one loses, knows it, and stops. `FORMAT.md` has the protocol's invariants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, NoReturn
+
+from vllm_delta.channel.chain import Record, checked, fence_after
+from vllm_delta.channel.reader import LogReader
+from vllm_delta.channel.store import Store
+from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES, head_bytes
+from vllm_delta.errors import (
+    ChainError,
+    ChannelError,
+    DeltaError,
+    DigestError,
+    FencedError,
+    FormatError,
+)
+from vllm_delta.format import (
+    HEAD_KEY,
+    MAX_BLOB_BYTES,
+    BlobRef,
+    Manifest,
+    Reference,
+    Version,
+    blob_key,
+    digest,
+    manifest_key,
+)
+
+COMMIT_ATTEMPTS = 4
+"""Writes of one record before giving up; more than one only where nothing is found afterwards."""
+
+CLAIM_ATTEMPTS = 16
+"""Fences tried against a channel that other trainers go on writing to."""
+
+
+class Log(LogReader):
+    """The protocol over a store: read and verify records; claim the channel and append to it.
+
+    Writing (`claim`, `append`, `settle`) belongs to one thread. Every method may block on the
+    store; none retries a failed request, apart from the read-back that settles whether a record
+    was written.
+
+    Args:
+        store: where the channel lives.
+        clock: gives a record's time, in seconds since 1970.
+    """
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(store)
+        self._clock = clock
+        self._position: Record | None = None
+        self._in_doubt: Record | None = None
+        self._fenced = False
+
+    @property
+    def position(self) -> Record | None:
+        """The newest record that this writer committed; None before `claim`."""
+        return self._position
+
+    @property
+    def in_doubt(self) -> Record | None:
+        """A record whose fate the store did not tell. It may land at any time: see `settle`."""
+        return self._in_doubt
+
+    def put_blob(self, data: bytes, shard: int = 0) -> BlobRef:
+        """Write a blob, anew even if it is there: what is there may be damaged or about to go."""
+        if not 0 < len(data) <= MAX_BLOB_BYTES:
+            raise ValueError(f"a blob has 1 to {MAX_BLOB_BYTES} bytes, not {len(data)}")
+        if self._fenced:
+            raise FencedError("another trainer owns the channel")
+        ref = BlobRef(digest(data), len(data), shard)
+        self.store.put(blob_key(ref.sha256), data)
+        return ref
+
+    def claim(self, writer: str) -> Manifest:
+        """Take the channel over: write a fence after its newest record, or begin the channel.
+
+        From then on every earlier owner fails to commit. The fence restates what the channel
+        stands at: version, newest anchor, schema. Claiming again begins another epoch.
+
+        Args:
+            writer: who is writing, for people; 1 to 256 bytes.
+
+        Raises:
+            FencedError: this writer owned the channel before and has lost it.
+            ChannelError: the store cannot be reached, or the fence is in doubt; claim again.
+        """
+        self._refuse_if_fenced()
+        if self._in_doubt is not None:
+            settled = self.settle()
+            if settled is not None and settled.manifest.kind == "fence":
+                return settled.manifest
+        for _ in range(CLAIM_ATTEMPTS):
+            tail = self.tail()
+            if self._position is not None and tail != self._position:
+                self._check_ground(self._position)
+                self._lose(self._position.seq + 1)
+            fence = checked(tail, fence_after(tail, writer, self._clock()))
+            if self._commit(fence):
+                return fence.manifest
+        raise ChannelError("other trainers keep writing", attempts=CLAIM_ATTEMPTS)
+
+    def append(
+        self,
+        kind: Literal["delta", "anchor"],
+        *,
+        target: Version,
+        blobs: Sequence[BlobRef],
+        base: Version | None = None,
+        schema: BlobRef | None = None,
+        reference: Reference | None = None,
+        anchor: int | None = None,
+        low: int | None = None,
+    ) -> Record:
+        """Commit one record; its blobs must have been written before.
+
+        Args:
+            base: for a delta, the version the channel stands at; may be left out.
+            schema: may be left out after the channel's first anchor.
+            anchor: the newest anchor's number (for an anchor its own); may be left out.
+            low: a higher low-water mark; left out, it stays.
+
+        Returns:
+            The record, which has been read back from the store.
+
+        Raises:
+            ValueError: a reader would refuse this record.
+            FencedError: another trainer has written in its place. This log never commits again.
+            ChannelError: nothing was written, or, if `in_doubt` is set, it is not known.
+            ChannelFullError: nothing was written.
+            ChainError: the record it builds on has gone from the store.
+        """
+        self._refuse_if_fenced()
+        position = self._position
+        if position is None:
+            raise ValueError("claim the channel first")
+        if self._in_doubt is not None:
+            raise ChannelError("an earlier append is in doubt, settle it", seq=position.seq + 1)
+        before = position.manifest
+        manifest = replace(
+            fence_after(position, before.writer, self._clock()),
+            epoch=before.epoch,
+            kind=kind,
+            base=before.target if base is None and kind == "delta" else base,
+            target=target,
+            anchor=anchor or (position.seq + 1 if kind == "anchor" else before.anchor),
+            low=low or before.low,
+            schema=schema or before.schema,
+            blobs=tuple(blobs),
+            reference=reference,
+        )
+        record = checked(position, manifest)
+        self._check_ground(position)
+        if not self._commit(record):
+            self._lose(record.seq)
+        return record
+
+    def settle(self) -> Record | None:
+        """Learn the fate of a record in doubt, by writing the very same bytes again.
+
+        Only those bytes may go where they were sent, since the first write may still be under way.
+
+        Returns:
+            The record, now committed; None when nothing was in doubt, or when what was in doubt
+            was a first claim's fence and another trainer's record stands there.
+
+        Raises:
+            FencedError: another trainer's record stands there.
+            ChannelError: still in doubt.
+        """
+        record = self._in_doubt
+        if record is None or self._commit(record):
+            return record
+        if self._position is not None:
+            self._lose(record.seq)
+        return None
+
+    def _check_ground(self, position: Record) -> None:
+        """Refuse to build on a store that lost our newest record: a restored or swapped one."""
+        if self._bytes_at(position.seq) != position.envelope:
+            raise ChainError("our newest record has gone from the channel", seq=position.seq)
+
+    def _commit(self, record: Record) -> bool:
+        """Write `record` where none is. True: it stands there; False: another one does.
+
+        What the store says about the write is never taken for an answer, only what it gives back.
+        """
+        self._in_doubt = record
+        failure: DeltaError | None = None
+        for _ in range(COMMIT_ATTEMPTS):
+            failure = self._put_new(record)
+            try:
+                found = self._bytes_at(record.seq)
+            except ChannelError as error:
+                failure = error
+                continue
+            if found is not None:
+                self._in_doubt = None
+                if found != record.envelope:
+                    return False
+                self._position = record
+                self._put_head(record.seq)
+                return True
+            if failure is not None and failure.action != "retry":
+                self._in_doubt = None
+                raise failure
+        raise ChannelError("a record's fate is in doubt", seq=record.seq) from failure
+
+    def _put_new(self, record: Record) -> DeltaError | None:
+        try:
+            self.store.put_new(manifest_key(record.seq), record.envelope)
+        except DeltaError as error:
+            return error
+        return None
+
+    def _put_head(self, seq: int) -> None:
+        # The record is committed; a hint that could not be left only costs its readers requests.
+        with contextlib.suppress(DeltaError):
+            self.store.put(HEAD_KEY, head_bytes(seq))
+
+    def _bytes_at(self, seq: int) -> bytes | None:
+        try:
+            return self.store.get(manifest_key(seq), max_bytes=MAX_ENVELOPE_BYTES)
+        except (DigestError, FormatError):
+            return b""  # there is something, and it is not ours
+
+    def _refuse_if_fenced(self) -> None:
+        if self._fenced:
+            raise FencedError("another trainer owns the channel")
+
+    def _lose(self, seq: int) -> NoReturn:
+        self._fenced = True
+        writer = None
+        with contextlib.suppress(DeltaError):
+            other = self.read(seq)
+            writer = other and other.manifest.writer
+        raise FencedError("another trainer owns the channel", seq=seq, writer=writer)

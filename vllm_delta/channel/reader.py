@@ -1,0 +1,111 @@
+"""Reading a channel's log and its blobs, each byte checked before it is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_delta.channel.chain import Record, parse_record, verify_link
+from vllm_delta.channel.store import Store
+from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES, find_tail
+from vllm_delta.errors import ChainError, ChannelError, DigestError
+from vllm_delta.format import MAX_SEQ, BlobRef, blob_key, digest, manifest_key
+
+
+class LogReader:
+    """Reads a log's records and blobs. Keeps no state: safe from any thread, blocks on the store.
+
+    Nothing is retried here, and nothing is cached.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def read(self, seq: int) -> Record | None:
+        """The record with this number, parsed strictly, or None when there is none.
+
+        Raises:
+            FormatError, UnsupportedError, DigestError: what stands there is not a manifest.
+            ChainError: it is the manifest of another place.
+            ChannelError: the store cannot be reached.
+        """
+        if not 1 <= seq <= MAX_SEQ:
+            return None
+        envelope = self.store.get(manifest_key(seq), max_bytes=MAX_ENVELOPE_BYTES)
+        return None if envelope is None else parse_record(envelope, seq)
+
+    def tail(self) -> Record | None:
+        """The newest record, or None on an empty channel. Not yet verified against the chain.
+
+        Makes at most `MAX_TAIL_REQUESTS` + 1 reads, whatever stands under `head`.
+        """
+        seq = find_tail(self.store)
+        if seq == 0:
+            return None
+        record = self.read(seq)
+        if record is None:
+            raise ChannelError("a record vanished while it was read", seq=seq)
+        return record
+
+    def read_next(self, previous: Record | None) -> Record | None:
+        """The verified record after `previous` (None: the log's first), or None: nothing new."""
+        record = self.read(1 if previous is None else previous.seq + 1)
+        if record is not None:
+            verify_link(previous, record)
+        return record
+
+    def read_chain(
+        self, first: int, last: int, *, previous: Record | None = None
+    ) -> Iterator[Record]:
+        """Read the records `first` to `last`, each verified against the one before.
+
+        Args:
+            previous: an already verified record `first` - 1. Without it a chain that begins after
+                record 1 must begin with an anchor, which needs nothing before it.
+
+        Raises:
+            ChainError: a record is missing, or does not continue the one before.
+        """
+        if previous is not None and previous.seq != first - 1:
+            raise ValueError(f"previous is record {previous.seq}, not {first - 1}")
+        for seq in range(first, last + 1):
+            record = self.read(seq)
+            if record is None:
+                raise ChainError("a record is missing from the chain", seq=seq, last=last)
+            if previous is not None or seq == 1:
+                verify_link(previous, record)
+            elif record.manifest.kind != "anchor":
+                raise ChainError("not an anchor", seq=seq, kind=record.manifest.kind)
+            yield record
+            previous = record
+
+    def read_from_anchor(self, tail: Record) -> list[Record]:
+        """The verified chain from `tail`'s newest anchor (without one: from record 1) to `tail`.
+
+        Raises:
+            ChainError: the chain does not verify or does not end in `tail`.
+        """
+        records = list(self.read_chain(tail.manifest.anchor or 1, tail.seq))
+        if records[-1].digest != tail.digest:
+            raise ChainError("a record was replaced while the chain was read", seq=tail.seq)
+        return records
+
+    def get_blob(self, ref: BlobRef) -> bytes:
+        """Fetch a blob and check it.
+
+        Raises:
+            DigestError: it is missing, or its size or sha256 is not the manifest's.
+        """
+        key = blob_key(ref.sha256)
+        data = self.store.get(key, max_bytes=ref.n_bytes)
+        if data is None:
+            raise DigestError("a blob is missing", key=key)
+        if len(data) != ref.n_bytes:
+            raise DigestError(
+                "a blob has the wrong size", key=key, expected=ref.n_bytes, actual=len(data)
+            )
+        actual = digest(data)
+        if actual != ref.sha256:
+            raise DigestError(
+                "a blob has the wrong digest", key=key, expected=ref.sha256, actual=actual
+            )
+        return data
