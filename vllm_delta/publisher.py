@@ -1,0 +1,352 @@
+"""Publishing a trainer's weights: versions as exact deltas against what was published before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+
+from vllm_delta.channel import Log, Record, Store, open_channel
+from vllm_delta.codec import Change, decode, encode_anchor, encode_delta, encode_reference
+from vllm_delta.errors import ChannelError, DeltaError, FencedError, SettingsError
+from vllm_delta.events import Claimed, Failed, Hook, Published, emit
+from vllm_delta.fingerprint import root
+from vllm_delta.format import BlobRef, Manifest, Reference, Version, parse_schema
+from vllm_delta.shadow import Proof, Shadow
+from vllm_delta.weights import Model, ModelWeights, mismatch
+
+__all__ = ["Published", "Publisher", "PublisherSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublisherSettings:
+    """How a publisher codes and when it writes anchors.
+
+    Attributes:
+        raw_above: share of a tensor's elements, 0 to 1; with more changed it is replaced whole.
+        anchor_ratio: an anchor is due once the deltas since the newest one hold more than this
+            many times its bytes. An anchor by reference counts as the model's bytes.
+        blob_bytes: size at which a new blob is begun.
+    """
+
+    raw_above: float = 0.30
+    anchor_ratio: float = 1.0
+    blob_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.raw_above <= 1:
+            raise SettingsError("a share is between 0 and 1", raw_above=self.raw_above)
+        if not self.anchor_ratio > 0:
+            raise SettingsError("a ratio is above 0", anchor_ratio=self.anchor_ratio)
+        if not 1 <= self.blob_bytes <= 512 << 20:
+            raise SettingsError("not between 1 byte and 512 MiB", blob_bytes=self.blob_bytes)
+
+
+class Publisher:
+    """Publishes a model's weights to a channel, whose only writer it becomes.
+
+    The constructor claims the channel; another publisher on it fails at its next commit and stays
+    stopped. On an empty channel it publishes version 0 as an anchor. On a channel whose newest
+    version is bit for bit the model's, it goes on from there. Any other weights of the same names,
+    types and shapes (an older checkpoint, say) begin anew with an anchor of the next number.
+
+    Extra memory: the published bits on the CPU (the shadow), one tensor, and the payload of the
+    version being published. Blocking; not thread-safe: the weights must not change during a call.
+
+    Args:
+        channel: a directory or URL, or an open store.
+        model: a module, tensors by checkpoint name, or a function that returns them. Tensors are
+            read anew at each `publish`. Of the names of one memory (tied weights), one is kept:
+            the one that transformers' checkpoints keep, else the first.
+        dtype: the checkpoint's type where the model holds masters; see `ModelWeights`.
+        reference: the public checkpoint that the model is at the start of the channel: version 0
+            then holds fingerprints only.
+        hooks: called with every event, on the caller's thread.
+        clock: seconds since the epoch, for manifests.
+
+    Raises:
+        ModelMismatchError: the channel is another model's; it is left as it was.
+    """
+
+    def __init__(
+        self,
+        channel: str | Path | Store,
+        model: Model,
+        *,
+        dtype: torch.dtype | None = None,
+        reference: Reference | None = None,
+        settings: PublisherSettings | None = None,
+        hooks: Iterable[Hook] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings or PublisherSettings()
+        self._hooks = tuple(hooks)
+        store = open_channel(channel) if isinstance(channel, (str, Path)) else channel
+        self._log = Log(store, clock=clock)
+        self._writer = f"{socket.gethostname()[:64]}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
+        self._weights = ModelWeights(model, dtype)
+        self.schema = self._weights.schema
+        tail = self._tail()
+        if tail is not None:
+            self._check_schema(tail.manifest)
+        self._shadow = Shadow(self.schema, self._weights.read())
+        self._state: Literal["open", "closed", "torn"] | FencedError = "open"
+        self._pending: _Commit | None = None
+        self._since_anchor = 0
+        self._anchor_bytes = 0
+        self._start(reference)
+
+    @property
+    def version(self) -> Version:
+        """The newest version this publisher knows to be on the channel."""
+        return self._version
+
+    def publish(self) -> Published:
+        """Publish every change since the version on the channel.
+
+        Nothing changed: nothing is written, and the result, of kind "none", names the version that
+        stands, at no payload. After an error the channel holds either the version before or the
+        whole new one; the next call finds out which, and publishes everything since.
+
+        Raises:
+            FencedError: another publisher owns the channel. Final.
+            ModelMismatchError: a tensor came, went or changed its shape or type.
+            ChannelError, ChannelFullError: the store did not take it.
+        """
+        with self._reporting("publish"):
+            self._settle()
+            published = self._publish_delta()
+            if self._since_anchor > self._settings.anchor_ratio * self._anchor_bytes:
+                self._publish_anchor(self._version, None)
+        return published
+
+    def anchor(self) -> Published:
+        """Publish the version that stands as a whole, for readers that come later."""
+        with self._reporting("anchor"):
+            self._settle()
+            return self._publish_anchor(self._version, None)
+
+    def close(self) -> None:
+        """Give up the shadow's memory. The channel can be claimed again at any time."""
+        if self._state == "open":
+            self._state = "closed"
+        self._shadow.bits.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self, reference: Reference | None) -> None:
+        fence = self._log.claim(self._writer)
+        self._check_schema(fence)
+        standing = fence.target
+        resumed = standing is not None and standing.root == self._shadow.root
+        emit(self._hooks, Claimed(fence.channel, fence.epoch, fence.seq, resumed))
+        if standing is None:
+            self._publish_anchor(self._shadow.version(0), reference)
+        elif not resumed:
+            target = self._shadow.version(standing.number + 1)
+            self._publish_anchor(target, self._original(reference, target))
+        else:
+            self._version = standing
+            self._measure(fence)
+
+    def _tail(self) -> Record | None:
+        try:
+            return self._log.tail()
+        except ChannelError:
+            # Perhaps a directory that the first write makes; a store out of reach fails here again.
+            self._log.put_blob(self.schema.to_bytes())
+            return self._log.tail()
+
+    def _check_schema(self, manifest: Manifest) -> None:
+        ref = manifest.schema
+        if ref is not None and ref.sha256 != self.schema.digest:
+            theirs = parse_schema(self._log.get_blob(ref))
+            raise mismatch(expected=theirs, actual=self.schema)
+
+    def _original(self, reference: Reference | None, target: Version) -> Reference | None:
+        """The reference, when the channel began with it and the weights are those again."""
+        first = None if reference is None else self._log.read(2)
+        if first is None or first.manifest.reference != reference:
+            return None
+        begun = first.manifest.target
+        return reference if begun is not None and begun.root == target.root else None
+
+    def _measure(self, tail: Manifest) -> None:
+        """Take up the sizes that decide when an anchor is due, from the newest anchor on."""
+        for seq in range(tail.anchor or tail.seq, tail.seq):
+            if (record := self._log.read(seq)) is not None:
+                self._count(record.manifest)
+
+    def _count(self, manifest: Manifest) -> None:
+        if manifest.kind == "delta":
+            self._since_anchor += manifest.payload_bytes
+        elif manifest.kind == "anchor":
+            referenced = manifest.reference is not None
+            self._anchor_bytes = self.schema.n_bytes if referenced else manifest.payload_bytes
+            self._since_anchor = 0
+
+    def _publish_delta(self) -> Published:
+        costs = _Costs()
+        commit = _Commit("delta", self._version)
+        prints = list(self._shadow.fingerprints)
+        proof = Proof(self.schema, "delta")
+        changes = proof.watch(self._changes(costs, prints))
+        for blob in encode_delta(self.schema, changes, blob_bytes=self._settings.blob_bytes):
+            proof.check(blob)
+            commit.refs.append(self._put(blob, costs))
+            commit.blobs.append(blob)
+        if not commit.refs:
+            return self._published("none", self._log.position, costs)
+        proof.finish()
+        commit.target = Version(self._version.number + 1, root(self.schema, prints))
+        return self._published("delta", self._commit(commit, costs), costs)
+
+    def _changes(self, costs: _Costs, prints: list[int]) -> Iterator[Change]:
+        """Every tensor that differs from the shadow, in schema order."""
+        mark = time.perf_counter()
+        for tensor, bits in enumerate(self._weights.read()):
+            change = self._shadow.diff(tensor, bits, raw_above=self._settings.raw_above)
+            if change is None:
+                continue
+            costs.n_changed += self._shadow.n_different(change)
+            prints[tensor] = change.target
+            costs.diff_s += time.perf_counter() - mark
+            yield change
+            mark = time.perf_counter()
+        costs.diff_s += time.perf_counter() - mark
+
+    def _publish_anchor(self, target: Version, reference: Reference | None) -> Published:
+        costs = _Costs()
+        commit = _Commit("anchor", target, reference=reference)
+        commit.schema = self._put(self.schema.to_bytes(), costs)
+        proof = Proof(self.schema, "anchor" if reference is None else "reference")
+        blobs: Iterable[bytes]
+        if reference is None:
+            tensors = proof.watch(map(self._shadow.whole, range(len(self.schema))))
+            blobs = encode_anchor(self.schema, tensors, blob_bytes=self._settings.blob_bytes)
+        else:
+            blobs = [encode_reference(self.schema, self._shadow.fingerprints)]
+            proof.expect(map(self._shadow.named, range(len(self.schema))))
+        for blob in blobs:
+            proof.check(blob)
+            commit.refs.append(self._put(blob, costs))
+        proof.finish()
+        return self._published("anchor", self._commit(commit, costs), costs)
+
+    def _put(self, data: bytes, costs: _Costs) -> BlobRef:
+        mark = time.perf_counter()
+        ref = self._log.put_blob(data)
+        costs.payload_bytes += len(data)
+        costs.upload_s += time.perf_counter() - mark
+        return ref
+
+    def _commit(self, commit: _Commit, costs: _Costs) -> Record:
+        mark = time.perf_counter()
+        self._pending = commit
+        try:
+            record = self._log.append(
+                commit.kind,
+                target=commit.target,
+                blobs=commit.refs,
+                schema=commit.schema,
+                reference=commit.reference,
+            )
+        except BaseException:
+            if self._log.in_doubt is None:
+                self._pending = None
+            raise
+        costs.payload_bytes += len(record.envelope)
+        costs.upload_s += time.perf_counter() - mark
+        self._land(commit, record)
+        return record
+
+    def _land(self, commit: _Commit, record: Record) -> None:
+        """Move to what has been committed."""
+        state, self._state = self._state, "torn"
+        for blob in commit.blobs:
+            self._shadow.advance(decode(blob, self.schema, "delta"))
+        self._version = commit.target
+        self._count(record.manifest)
+        self._pending = None
+        self._state = state
+
+    def _settle(self) -> None:
+        """Finish what a failed call left open: its record may stand on the channel, or come."""
+        if isinstance(self._state, FencedError):
+            raise self._state
+        if self._state == "torn":
+            raise DeltaError("interrupted while the shadow moved; make a new publisher")
+        if self._state == "closed":
+            raise ValueError("the publisher is closed")
+        if self._pending is not None and (record := self._log.settle()) is not None:
+            self._land(self._pending, record)
+
+    def _published(self, kind: str, record: Record | None, costs: _Costs) -> Published:
+        seconds = time.perf_counter() - costs.started
+        published = Published(
+            version=self._version,
+            seq=0 if record is None else record.seq,
+            kind=kind,
+            n_weights=self.schema.n_weights,
+            n_changed=costs.n_changed,
+            model_bytes=self.schema.n_bytes,
+            payload_bytes=costs.payload_bytes,
+            diff_s=costs.diff_s,
+            encode_s=seconds - costs.diff_s - costs.upload_s,
+            upload_s=costs.upload_s,
+            seconds=seconds,
+        )
+        if kind != "none":
+            emit(self._hooks, published)
+        return published
+
+    @contextlib.contextmanager
+    def _reporting(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except DeltaError as error:
+            if isinstance(error, FencedError):
+                self._state = error
+            emit(self._hooks, Failed(operation, error))
+            raise
+
+
+@dataclass
+class _Costs:
+    """What one call has cost so far."""
+
+    started: float = field(default_factory=time.perf_counter)
+    n_changed: int = 0
+    payload_bytes: int = 0
+    diff_s: float = 0.0
+    upload_s: float = 0.0
+
+
+@dataclass
+class _Commit:
+    """A record on its way; a delta's blobs are kept to move the shadow by the very bytes sent."""
+
+    kind: Literal["delta", "anchor"]
+    target: Version
+    reference: Reference | None = None
+    schema: BlobRef | None = None
+    refs: list[BlobRef] = field(default_factory=list)
+    blobs: list[bytes] = field(default_factory=list)

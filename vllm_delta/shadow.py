@@ -1,0 +1,236 @@
+"""The trainer's copy of the published bits, and the exact difference to the weights of now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta.codec import Change, decode
+from vllm_delta.codec.blob import BlobKind
+from vllm_delta.codec.order import Signed, Unsigned, add_steps, steps_between
+from vllm_delta.errors import DeltaError
+from vllm_delta.fingerprint import MASK64, coefficients, fingerprint, root, weigh
+from vllm_delta.format import Schema, TensorSpec, Version
+
+_CHUNK = 1 << 18
+"""Elements compared at a time; a multiple of the elements in a wide word."""
+_WORD_BYTES = 8
+
+
+@numba.njit(cache=True, nogil=True)
+def _find_changes(old_words, new_words, old, new, places, old_out, new_out):  # type: ignore[no-untyped-def]
+    """Places, old and new bits of the elements that differ; returns how many there are.
+
+    Words are compared first, elements only inside a word that differs. Elements past the last
+    whole word are compared one by one.
+    """
+    n = 0
+    width = old.size // old_words.size if old_words.size else 0
+    for word in range(old_words.size):
+        if old_words[word] != new_words[word]:
+            for i in range(word * width, word * width + width):
+                if old[i] != new[i]:
+                    places[n], old_out[n], new_out[n] = i, old[i], new[i]
+                    n += 1
+    for i in range(old_words.size * width, old.size):
+        if old[i] != new[i]:
+            places[n], old_out[n], new_out[n] = i, old[i], new[i]
+            n += 1
+    return n
+
+
+class Shadow:
+    """The published bits of every tensor, with their fingerprints.
+
+    One flat unsigned array per tensor, owned by the shadow. Not thread-safe.
+
+    Args:
+        schema: the checkpoint's tensors.
+        tensors: unsigned[numel] each, in schema order; copied, one at a time.
+    """
+
+    def __init__(self, schema: Schema, tensors: Iterable[Unsigned]) -> None:
+        self.schema = schema
+        self.bits: list[Unsigned] = []
+        self.fingerprints: list[int] = []
+        for spec, bits in zip(schema.tensors, tensors, strict=True):
+            self.bits.append(np.array(bits, copy=True, order="C").reshape(-1))
+            self.fingerprints.append(fingerprint(self.bits[-1], spec))
+
+    @property
+    def root(self) -> str:
+        """Root of the bits held."""
+        return root(self.schema, self.fingerprints)
+
+    def version(self, number: int) -> Version:
+        """The version that the bits held are, under that number."""
+        return Version(number, self.root)
+
+    def diff(self, tensor: int, new: Unsigned, *, raw_above: float) -> Change | None:
+        """The change from the shadow to `new`, or None when every bit is equal.
+
+        Reads both once. A tensor whose type has no steps, or with more than `raw_above` of its
+        elements changed, is replaced whole: the change then aliases `new`.
+
+        Args:
+            tensor: place in the schema.
+            new: unsigned[numel], flat, contiguous; not modified.
+            raw_above: share of the elements, 0 to 1.
+        """
+        spec, old = self.schema.tensors[tensor], self.bits[tensor]
+        if not spec.stepped:
+            return None if np.array_equal(old, new) else self._replacement(tensor, new)
+        change = _Collector(spec, limit=int(raw_above * spec.numel))
+        for start in range(0, spec.numel, _CHUNK):
+            if not change.take(start, old[start : start + _CHUNK], new[start : start + _CHUNK]):
+                return self._replacement(tensor, new)
+        return change.finish(tensor, self.fingerprints[tensor])
+
+    def whole(self, tensor: int) -> Change:
+        """The tensor as an anchor holds it; aliases the shadow."""
+        return Change(tensor, None, None, self.bits[tensor], 0, self.fingerprints[tensor])
+
+    def named(self, tensor: int) -> Change:
+        """The tensor as an anchor by reference holds it: its fingerprint alone."""
+        return Change(tensor, None, None, None, 0, self.fingerprints[tensor])
+
+    def n_different(self, change: Change) -> int:
+        """How many elements of the shadow `change` gives other bits."""
+        if change.bits is None:
+            return change.nnz
+        old, new = self.bits[change.tensor], change.bits
+        return sum(
+            int(np.count_nonzero(old[start : start + _CHUNK] != new[start : start + _CHUNK]))
+            for start in range(0, old.size, _CHUNK)
+        )
+
+    def advance(self, changes: Iterable[Change]) -> None:
+        """Move to the version after `changes`, which must have been made from this one."""
+        for change in changes:
+            bits = self.bits[change.tensor]
+            if change.indices is None or change.steps is None:
+                assert change.bits is not None
+                bits[:] = change.bits
+            else:
+                bits[change.indices] = add_steps(bits[change.indices], change.steps)
+            self.fingerprints[change.tensor] = change.target
+
+    def _replacement(self, tensor: int, new: Unsigned) -> Change:
+        target = fingerprint(new, self.schema.tensors[tensor])
+        return Change(tensor, None, None, new, self.fingerprints[tensor], target)
+
+
+class _Collector:
+    """Gathers one tensor's changes chunk by chunk, up to a limit.
+
+    The output is reserved for the most there can be; pages that are never written cost nothing.
+    """
+
+    def __init__(self, spec: TensorSpec, *, limit: int) -> None:
+        room = min(spec.numel, limit + _CHUNK)
+        width = spec.itemsize
+        self._spec = spec
+        self._limit = limit
+        self._n = 0
+        self._touched = 0
+        self._moved = 0
+        self._indices: Signed = np.empty(room, "i4" if spec.numel < 1 << 31 else "i8")
+        self._steps = np.empty(room, f"i{width}")
+        chunk = min(spec.numel, _CHUNK)
+        self._places = np.empty(chunk, np.int32)
+        self._old = np.empty(chunk, f"u{width}")
+        self._new = np.empty(chunk, f"u{width}")
+
+    def take(self, start: int, old: Unsigned, new: Unsigned) -> bool:
+        """Add the changes of one chunk; False when there are more than the limit."""
+        old_words, new_words = _words(old), _words(new)
+        if old_words.size != new_words.size:
+            new = new.copy()
+            new_words = _words(new)
+        n = _find_changes(old_words, new_words, old, new, self._places, self._old, self._new)
+        if not n:
+            return True
+        if self._n + n > self._limit:
+            return False
+        old, new, here = self._old[:n], self._new[:n], slice(self._n, self._n + n)
+        np.add(self._places[:n], start, out=self._indices[here], dtype=self._indices.dtype)
+        self._steps[here] = steps_between(old, new)
+        weights = coefficients(self._spec, self._indices[here])
+        touched = weigh(old, weights)
+        self._touched += touched
+        self._moved += weigh(new, weights) - touched
+        self._n += n
+        return True
+
+    def finish(self, tensor: int, base: int) -> Change | None:
+        """The change of the whole tensor; `base` is its fingerprint before."""
+        if not self._n:
+            return None
+        return Change(
+            tensor=tensor,
+            indices=self._indices[: self._n],
+            steps=self._steps[: self._n],
+            bits=None,
+            touched=self._touched & MASK64,
+            target=(base + self._moved) & MASK64,
+        )
+
+
+def _words(bits: Unsigned) -> npt.NDArray[np.uint64]:
+    """The whole 8-byte words at the start of `bits`; none when memory is not aligned for them."""
+    if bits.ctypes.data % _WORD_BYTES:
+        return np.empty(0, np.uint64)
+    per_word = _WORD_BYTES // bits.itemsize
+    return bits[: bits.size // per_word * per_word].view(np.uint64)
+
+
+class Proof:
+    """Proves that blobs decode to the very changes that were encoded, in one pass over each.
+
+    Digests of the changes are kept, not the changes, so nothing outlives its encoding.
+    """
+
+    def __init__(self, schema: Schema, kind: BlobKind) -> None:
+        self._schema, self._kind = schema, kind
+        self._expected: dict[int, bytes] = {}
+
+    def watch(self, changes: Iterable[Change]) -> Iterator[Change]:
+        """Pass the changes on to the encoder, noting each."""
+        for change in changes:
+            self._expected[change.tensor] = _digest(change)
+            yield change
+
+    def expect(self, changes: Iterable[Change]) -> None:
+        """Note changes that the encoder gets in another form."""
+        for _ in self.watch(changes):
+            pass
+
+    def check(self, blob: bytes) -> None:
+        """Decode a blob and compare.
+
+        Raises:
+            DeltaError: it does not hold what was encoded. Nothing of it may be published.
+        """
+        for change in decode(blob, self._schema, self._kind):
+            if self._expected.pop(change.tensor, None) != _digest(change):
+                name = self._schema.tensors[change.tensor].name
+                raise DeltaError("a blob does not decode to what was encoded", name=name)
+
+    def finish(self) -> None:
+        """Raise DeltaError when a change is in no blob."""
+        if self._expected:
+            name = self._schema.tensors[min(self._expected)].name
+            raise DeltaError("a change was not encoded", name=name)
+
+
+def _digest(change: Change) -> bytes:
+    state = hashlib.sha256(f"{change.tensor} {change.touched} {change.target}".encode())
+    for part in (change.indices, change.steps, change.bits):
+        state.update(b"|" if part is None else f"|{part.dtype.str}{part.size}:".encode())
+        if part is not None:
+            state.update(np.ascontiguousarray(part).data)
+    return state.digest()

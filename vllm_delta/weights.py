@@ -1,0 +1,180 @@
+"""A trainer's tensors as the checkpoint holds them: names, types, ties and raw bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from vllm_delta.codec.order import Unsigned
+from vllm_delta.errors import ModelMismatchError
+from vllm_delta.format import Schema, TensorSpec
+
+Model = nn.Module | Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
+
+NAMES: dict[torch.dtype, str] = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+}
+_CAST_FROM = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_CAST_TO = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+class ModelWeights:
+    """Reads a model's tensors as raw checkpoint bits, one tensor at a time.
+
+    Args:
+        model: an `nn.Module`, whose `state_dict` names are taken; or the tensors by checkpoint
+            name; or a function that returns them. Tensors are read anew at each `read`.
+        dtype: type the checkpoint has where the model holds masters: the floating parameters
+            are rounded to it as `Tensor.to` does. Buffers of a module keep their type; in a
+            mapping, where the two look alike, every floating tensor is cast. fp8 is never cast.
+
+    Raises:
+        ModelMismatchError: a tensor of a kind that a checkpoint of this format cannot hold.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
+        if dtype is not None and dtype not in _CAST_TO:
+            raise ValueError(f"cannot publish as {dtype}; one of bfloat16, float16, float32")
+        self._model = _unwrap(model) if isinstance(model, nn.Module) else model
+        self._dtype = dtype
+        self._named = self._tensors()
+        self.schema = self._schema(self._named)
+
+    def read(self) -> Iterator[Unsigned]:
+        """The tensors' bits of now in schema order: unsigned[numel], flat, contiguous.
+
+        An array may alias the model's memory; it is valid until the next one is asked for.
+
+        Raises:
+            ModelMismatchError: names, shapes or types are no longer the schema's.
+        """
+        named = self._tensors()
+        schema = self._schema(named)
+        if schema != self.schema:
+            raise mismatch(expected=self.schema, actual=schema)
+        for spec in schema.tensors:
+            yield self._bits(named[spec.name])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        if isinstance(self._model, nn.Module):
+            named = dict(self._model.state_dict(keep_vars=True))
+            second = _second_names(self._model)
+        else:
+            named = dict(self._model if isinstance(self._model, Mapping) else self._model())
+            second = []
+        for name, tensor in named.items():
+            _check(name, tensor)
+        return _untied(named, second)
+
+    def _schema(self, named: Mapping[str, torch.Tensor]) -> Schema:
+        return Schema.of(
+            TensorSpec(name, NAMES[self._published(tensor)], tuple(tensor.shape))
+            for name, tensor in named.items()
+        )
+
+    def _published(self, tensor: torch.Tensor) -> torch.dtype:
+        """Type that the checkpoint holds `tensor` in."""
+        buffer = isinstance(self._model, nn.Module) and not isinstance(tensor, nn.Parameter)
+        if self._dtype is None or buffer or tensor.dtype not in _CAST_FROM:
+            return tensor.dtype
+        return self._dtype
+
+    def _bits(self, tensor: torch.Tensor) -> Unsigned:
+        data = tensor.detach().to(self._published(tensor)).cpu().contiguous().reshape(-1)
+        bits: Unsigned = data.view(_UNSIGNED[data.element_size()]).numpy()
+        return bits
+
+
+def mismatch(*, expected: Schema, actual: Schema) -> ModelMismatchError:
+    """The error for a model whose schema is not the channel's; names the first difference."""
+    before = {spec.name: spec for spec in expected.tensors}
+    after = {spec.name: spec for spec in actual.tensors}
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        if new is None:
+            return ModelMismatchError("the model lacks a tensor of the channel", name=name)
+        if old is None:
+            return ModelMismatchError("the model has a tensor the channel lacks", name=name)
+        return ModelMismatchError(
+            "a tensor's type or shape is not the channel's",
+            name=name,
+            expected=[old.dtype, list(old.shape)],
+            actual=[new.dtype, list(new.shape)],
+        )
+    raise AssertionError("the schemas are equal")
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The module whose names are the checkpoint's, inside DDP and `torch.compile`."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ModelMismatchError("not a tensor", name=name, type=type(tensor).__name__)
+    if hasattr(tensor, "full_tensor"):
+        raise ModelMismatchError("a sharded tensor; pass the whole one", name=name)
+    if tensor.is_meta:
+        raise ModelMismatchError("a tensor without data", name=name, device="meta")
+    if tensor.layout != torch.strided or tensor.dtype not in NAMES:
+        raise ModelMismatchError(
+            "a tensor of a type that cannot be published",
+            name=name,
+            dtype=str(tensor.dtype),
+            layout=str(tensor.layout),
+        )
+
+
+def _untied(named: Mapping[str, torch.Tensor], second: list[str]) -> dict[str, torch.Tensor]:
+    """Each tensor once: of the names of one memory, the first that is not a second name.
+
+    Args:
+        second: patterns of names that the checkpoint leaves out when the tensor has another.
+    """
+    groups: dict[object, list[str]] = {}
+    for name, tensor in named.items():
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        groups.setdefault(place if tensor.numel() else name, []).append(name)
+    kept = set()
+    for names in groups.values():
+        first = [name for name in names if not any(re.fullmatch(key, name) for key in second)]
+        kept.add((first or names)[0])
+    return {name: tensor for name, tensor in named.items() if name in kept}
+
+
+def _second_names(model: nn.Module) -> list[str]:
+    """Patterns from `_tied_weights_keys`, where transformers lists what a checkpoint leaves out.
+
+    A list of names or patterns, or a mapping from them to the name that stays.
+    """
+    patterns = []
+    for prefix, module in model.named_modules():
+        keys = getattr(module, "_tied_weights_keys", None) or ()
+        patterns += [(re.escape(prefix) + r"\." if prefix else "") + key for key in keys]
+    return patterns
