@@ -1,0 +1,169 @@
+"""Versions built up from anchors and deltas in plain memory, each step proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_delta.codec.order import UNSIGNED, Unsigned, add_steps
+from vllm_delta.errors import BaseMismatchError, FormatError, ModelMismatchError
+from vllm_delta.fingerprint import MASK64, coefficients, fingerprint, root, weigh
+
+if TYPE_CHECKING:
+    from vllm_delta.codec import Change
+    from vllm_delta.format import Manifest, Schema
+
+Changes = Callable[["Manifest"], "Iterator[Change]"]
+
+
+class Replica:
+    """A version's fingerprints and, where they are known, its bits: flat unsigned arrays.
+
+    Attributes:
+        proven: whether the bits are known, so that changes are checked against them.
+    """
+
+    def __init__(self, schema: Schema, fingerprints: list[int], bits: list[Unsigned]) -> None:
+        self.schema = schema
+        self.fingerprints = fingerprints
+        self.bits = bits
+        self.proven = len(bits) == len(schema)
+
+    @property
+    def root(self) -> str:
+        return root(self.schema, self.fingerprints)
+
+    def tensors(self) -> dict[str, Unsigned]:
+        """The bits by name, in the tensors' shapes.
+
+        Raises:
+            FormatError: a full scan does not give the fingerprints that the deltas led to.
+        """
+        for spec, bits, expected in zip(
+            self.schema.tensors, self.bits, self.fingerprints, strict=True
+        ):
+            if fingerprint(bits, spec) != expected:
+                raise FormatError("a tensor's bits are not its fingerprint's", name=spec.name)
+        return {
+            spec.name: bits.reshape(spec.shape)
+            for spec, bits in zip(self.schema.tensors, self.bits, strict=True)
+        }
+
+    def apply(self, change: Change) -> None:
+        """Apply a delta's change, in place.
+
+        Raises:
+            BaseMismatchError: the bits at hand are not those that the change was made for.
+            FormatError: the change does not lead to the fingerprint that it names.
+        """
+        before = self.fingerprints[change.tensor]
+        if self.proven:
+            spec, bits = self.schema.tensors[change.tensor], self.bits[change.tensor]
+            if change.indices is not None and change.steps is not None:
+                weights = coefficients(spec, change.indices)
+                old = bits[change.indices]
+                new = add_steps(old, change.steps)
+                touched = weigh(old, weights)
+                reached = (before + weigh(new, weights) - touched) & MASK64
+            else:
+                assert change.bits is not None
+                touched, reached = before, fingerprint(change.bits, spec)
+            if touched != change.touched:
+                raise BaseMismatchError("the weights are not the delta's base", name=spec.name)
+            if reached != change.target:
+                raise FormatError("a delta misses the fingerprint it names", name=spec.name)
+            if change.bits is not None:
+                bits[:] = change.bits
+            else:
+                bits[change.indices] = new
+        self.fingerprints[change.tensor] = change.target
+
+
+def replay(
+    schema: Schema,
+    manifests: Iterable[Manifest],
+    changes: Changes,
+    base: Mapping[str, Unsigned] | None = None,
+) -> Iterator[tuple[Manifest, Replica]]:
+    """Go through a chain from an anchor on, and prove every version on the way.
+
+    Args:
+        manifests: in order, the first that is no fence being an anchor.
+        changes: decodes a manifest's blobs.
+        base: raw bits by name for anchors by reference; not modified. Without it the versions
+            after such an anchor are proven as far as fingerprints go.
+
+    Yields:
+        Each anchor and delta, with the one replica that then stands at its version.
+
+    Raises:
+        BaseMismatchError, FormatError: a version is not what its manifest says.
+    """
+    replica: Replica | None = None
+    for manifest in manifests:
+        if manifest.kind == "fence" or manifest.target is None:
+            continue
+        if manifest.kind == "anchor":
+            replica = _from_anchor(schema, manifest, changes, base, replica)
+        else:
+            assert replica is not None, "a chain begins with an anchor"
+            for change in changes(manifest):
+                replica.apply(change)
+        if replica.root != manifest.target.root:
+            raise FormatError(
+                "the fingerprints reached are not the version's",
+                number=manifest.target.number,
+                expected=manifest.target.root,
+                actual=replica.root,
+            )
+        yield manifest, replica
+
+
+def _from_anchor(
+    schema: Schema,
+    manifest: Manifest,
+    changes: Changes,
+    base: Mapping[str, Unsigned] | None,
+    before: Replica | None,
+) -> Replica:
+    """The anchor's version. One that restates a version leaves that version's bits in place."""
+    fingerprints: list[int] = []
+    arrays: list[Unsigned] = []
+    target = manifest.target
+    stands = before is not None and target is not None and before.root == target.root
+    for change in changes(manifest):
+        spec, bits = schema.tensors[change.tensor], change.bits
+        if manifest.reference is not None and base is not None:
+            bits = _base_bits(base, spec.name, UNSIGNED[spec.itemsize], spec.shape)
+        if bits is not None:
+            if fingerprint(bits, spec) != change.target:
+                if change.bits is None:
+                    raise BaseMismatchError("not the channel's base checkpoint", name=spec.name)
+                raise FormatError("a tensor's bits are not its fingerprint's", name=spec.name)
+            if stands and before is not None and before.proven:
+                bits = before.bits[change.tensor]
+            else:
+                bits = np.array(bits, copy=True)
+            arrays.append(bits)
+        fingerprints.append(change.target)
+    if not arrays and stands and before is not None:
+        arrays = before.bits
+    return Replica(schema, fingerprints, arrays)
+
+
+def _base_bits(
+    base: Mapping[str, Unsigned], name: str, dtype: type[np.unsignedinteger], shape: tuple[int, ...]
+) -> Unsigned:
+    bits = base.get(name)
+    if bits is None:
+        raise ModelMismatchError("the base checkpoint lacks a tensor", name=name)
+    if bits.dtype != dtype or bits.shape != shape:
+        raise ModelMismatchError(
+            "a base tensor's type or shape is not the channel's",
+            name=name,
+            expected=[np.dtype(dtype).name, list(shape)],
+            actual=[bits.dtype.name, list(bits.shape)],
+        )
+    return np.ascontiguousarray(bits).reshape(-1)
