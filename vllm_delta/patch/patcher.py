@@ -107,6 +107,7 @@ class Patcher:
             else:
                 raise ValueError(f"the change of {spec.name!r} has neither indices nor bits")
             entries.append((change.tensor, change.touched, change.target))
+            del change  # or it would live until the next one is decoded
         return Patch(tuple(entries), nnz, builder.finish())
 
     def check(self, patch: Patch) -> Sums:
