@@ -29,7 +29,7 @@ def _find_changes(old_words, new_words, old, new, places, old_out, new_out):  # 
     whole word are compared one by one.
     """
     n = 0
-    width = old.size // old_words.size if old_words.size else 0
+    width = 8 // old.itemsize
     for word in range(old_words.size):
         if old_words[word] != new_words[word]:
             for i in range(word * width, word * width + width):

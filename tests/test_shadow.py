@@ -1,0 +1,94 @@
+"""The difference between the published bits and the weights of now, against plain numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_delta.codec import Change, encode_delta
+from vllm_delta.codec.order import add_steps
+from vllm_delta.errors import DeltaError
+from vllm_delta.fingerprint import coefficients, fingerprint, weigh
+from vllm_delta.format import Schema, TensorSpec
+from vllm_delta.shadow import _CHUNK, Proof, Shadow
+
+WIDTHS = {"BF16": "u2", "F16": "u2", "F32": "u4", "F8_E4M3": "u1"}
+
+
+def pair(dtype: str, n: int, share: float, seed: int = 0):
+    """A one-tensor shadow, and bits of which about `share` differ from it."""
+    rng = np.random.default_rng([seed, n])
+    kind = np.dtype(WIDTHS[dtype])
+    old = rng.integers(0, np.iinfo(kind).max, n, dtype=kind, endpoint=True)
+    new = old.copy()
+    places = rng.random(n) < share
+    new[places] ^= rng.integers(1, np.iinfo(kind).max, int(places.sum()), dtype=kind, endpoint=True)
+    schema = Schema((TensorSpec("w", dtype, (n,)),))
+    return Shadow(schema, [old]), old, new
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("n", [1, 3, 7, 8, 1009, _CHUNK - 1, _CHUNK, _CHUNK + 13])
+def test_a_diff_names_exactly_the_changed_elements(dtype, n):
+    shadow, old, new = pair(dtype, n, 0.05)
+    new[-1] = ~old[-1]
+    change = shadow.diff(0, new, raw_above=1.0)
+    np.testing.assert_array_equal(change.indices, np.flatnonzero(old != new))
+    np.testing.assert_array_equal(add_steps(old[change.indices], change.steps), new[change.indices])
+    spec = shadow.schema.tensors[0]
+    assert change.touched == weigh(old[change.indices], coefficients(spec, change.indices))
+    assert change.target == fingerprint(new, spec)
+    assert change.nnz == shadow.n_different(change)
+
+
+@pytest.mark.parametrize("skew", [1, 3])
+def test_a_diff_is_the_same_wherever_the_weights_lie_in_memory(skew):
+    shadow, old, new = pair("BF16", 5003, 0.1)
+    memory = np.empty(new.size + skew, new.dtype)
+    memory[skew:] = new
+    assert memory[skew:].ctypes.data % 8
+    change = shadow.diff(0, memory[skew:], raw_above=1.0)
+    np.testing.assert_array_equal(change.indices, np.flatnonzero(old != new))
+
+
+def test_equal_bits_give_no_change():
+    shadow, old, _ = pair("BF16", 4099, 0)
+    assert shadow.diff(0, old.copy(), raw_above=0.3) is None
+
+
+def test_a_tensor_that_changed_more_than_the_limit_is_replaced_whole():
+    shadow, _, new = pair("BF16", 1000, 0)
+    new[:300] ^= 1
+    assert shadow.diff(0, new, raw_above=0.3).indices is not None
+    new[300] ^= 1
+    change = shadow.diff(0, new, raw_above=0.3)
+    assert change.bits is new
+    assert change.touched == shadow.fingerprints[0]
+    assert shadow.n_different(change) == 301
+
+
+def test_a_shadow_that_advanced_holds_the_new_bits_and_fingerprints():
+    for raw_above in (0.0, 1.0):
+        shadow, _, new = pair("F32", 2003, 0.2)
+        shadow.advance([shadow.diff(0, new, raw_above=raw_above)])
+        np.testing.assert_array_equal(shadow.bits[0], new)
+        assert shadow.fingerprints[0] == fingerprint(new, shadow.schema.tensors[0])
+        assert shadow.diff(0, new, raw_above=0.3) is None
+
+
+def test_the_proof_refuses_a_blob_that_is_not_what_was_encoded():
+    shadow, _, new = pair("BF16", 1000, 0.1)
+    change = shadow.diff(0, new, raw_above=0.3)
+    other = change.steps.copy()
+    other[7] += 1
+    wrong = Change(0, change.indices, other, None, change.touched, change.target)
+    proof = Proof(shadow.schema, "delta")
+    proof.expect([change])
+    with pytest.raises(DeltaError, match="does not decode"):
+        proof.check(next(encode_delta(shadow.schema, [wrong])))
+    proof = Proof(shadow.schema, "delta")
+    proof.expect([change])
+    with pytest.raises(DeltaError, match="not encoded"):
+        proof.finish()
+    proof.check(next(encode_delta(shadow.schema, [change])))
+    proof.finish()
