@@ -1,0 +1,1 @@
+"""The part that runs inside vLLM; the only folder that imports it."""
