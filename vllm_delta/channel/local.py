@@ -44,7 +44,8 @@ class LocalStore:
 
     A directory that does not exist yet is an empty channel, and the first write makes it, but not
     the directories above. One that this object has seen is never made again: when it vanishes (an
-    unmounted disk, a clean-up) every call raises `ChannelError`. The directory itself may be a symbolic link; nothing below it is followed.
+    unmounted disk, a clean-up) every call raises `ChannelError`. The directory itself may be a
+    symbolic link; nothing below it is followed.
 
     Raises:
         SettingsError: `path` is there and is not a directory.
@@ -248,7 +249,7 @@ def _read(folder: int, name: str, key: str, max_bytes: int) -> bytes | None:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise FormatError("an object is not a plain file", key=key) from error
         raise
-    with open(descriptor, "rb", buffering=0) as file:
+    with _closing(descriptor):
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("an object is not a plain file", key=key)
@@ -256,9 +257,10 @@ def _read(folder: int, name: str, key: str, max_bytes: int) -> bytes | None:
             raise DigestError(
                 "an object is too large", key=key, n_bytes=status.st_size, max_bytes=max_bytes
             )
-        data = file.read(status.st_size)
-        while len(data) < status.st_size and (more := file.read(status.st_size - len(data))):
-            data += more
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            data = file.read(status.st_size)
+            while len(data) < status.st_size and (more := file.read(status.st_size - len(data))):
+                data += more
     return data
 
 
