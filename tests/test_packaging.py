@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-ROOTS = {"vllm_delta": REPOSITORY, "vllm_delta_kernels": REPOSITORY / "kernels"}
-NOT_SHIPPED = {"__pycache__", ".ruff_cache", ".mypy_cache"}
+ROOTS = {"vllm_delta": ".", "vllm_delta_kernels": "kernels"}
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
@@ -31,21 +30,10 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def source_files() -> dict[str, bytes]:
-    """Every file of the packages, by its path inside a wheel."""
-    files = {}
-    for package, root in ROOTS.items():
-        for path in (root / package).rglob("*"):
-            if path.is_file() and not NOT_SHIPPED.intersection(path.parts):
-                files[path.relative_to(root).as_posix()] = path.read_bytes()
-    return files
-
-
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel built from the sdist built from a copy of the tracked files."""
-    work = tmp_path_factory.mktemp("build")
-    copy = work / "source"
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository as a clone would have it, so that nothing else is picked up."""
+    copy = tmp_path_factory.mktemp("source")
     listed = run(
         "git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=REPOSITORY
     )
@@ -53,10 +41,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (REPOSITORY / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((REPOSITORY / name).read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel built from the sdist that was built from the source."""
+    out = tmp_path_factory.mktemp("dist")
     # No isolation: setuptools is in the environment, so the build needs no network. Without
     # --sdist and --wheel, build makes the sdist first and the wheel from what is in it.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(work / "dist"), cwd=copy)
-    (built,) = (work / "dist").glob("*.whl")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), cwd=source)
+    (built,) = out.glob("*.whl")
     return built
 
 
@@ -69,16 +64,20 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
-def test_wheel_from_sdist_holds_exactly_the_source(wheel: Path) -> None:
+def test_wheel_from_sdist_holds_exactly_the_source(source: Path, wheel: Path) -> None:
     """Every file of both packages is in the wheel byte for byte, and nothing else is."""
+    expected = {
+        path.relative_to(source / root).as_posix(): path.read_bytes()
+        for package, root in ROOTS.items()
+        for path in (source / root / package).rglob("*")
+        if path.is_file()
+    }
     with zipfile.ZipFile(wheel) as archive:
         shipped = {
             name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name
         }
-    source = source_files()
-    assert sorted(shipped) == sorted(source)
-    assert [name for name in source if shipped[name] != source[name]] == []
+    assert sorted(shipped) == sorted(expected)
+    assert [name for name in expected if shipped[name] != expected[name]] == []
     assert "vllm_delta/FORMAT.md" in shipped
 
 
