@@ -1,0 +1,202 @@
+"""Decides where an engine goes next: forward, around damage, back, or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm_delta.channel import Store
+from vllm_delta.engine.driver import Committed, Driver
+from vllm_delta.engine.settings import Settings
+from vllm_delta.engine.spacing import Spacing
+from vllm_delta.errors import BaseMismatchError, DeltaError
+from vllm_delta.format import Manifest, Version
+from vllm_delta.subscriber import Subscriber
+
+
+class Pilot:
+    """Steers one engine along one channel. Blocking, for one thread.
+
+    Args:
+        store: the channel.
+        driver: the engine.
+        settings: how far to stage ahead.
+        spacing: when a commit may be made; commands do not ask it.
+        note: told of every commit.
+        report: told of every error that is answered rather than raised.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        driver: Driver,
+        settings: Settings,
+        spacing: Spacing,
+        *,
+        note: Callable[[Committed], None],
+        report: Callable[[DeltaError], None],
+    ) -> None:
+        self.subscriber = Subscriber(store)
+        self.pinned: Version | None = None
+        self.damaged = False
+        self._store = store
+        self._driver = driver
+        self._settings = settings
+        self._spacing = spacing
+        self._note = note
+        self._report = report
+
+    def look(self) -> bool:
+        """Reads what is new on the channel; whether anything was."""
+        return bool(self.subscriber.refresh())
+
+    def attach(self) -> bool:
+        """Finds out which published version the engine holds; whether it had to.
+
+        Raises:
+            LayoutError, ModelMismatchError: the engine cannot follow this channel.
+        """
+        if self._driver.attached:
+            return False
+        try:
+            fingerprints = self._driver.attach(self.subscriber.schema, self._store.url)
+            version = self.subscriber.find(self._driver.ledger.root(fingerprints))
+            self._driver.open(version, fingerprints)
+        except DeltaError:
+            self._driver.detach()
+            raise
+        return True
+
+    def plan(self) -> list[Manifest]:
+        """What leads from the resident to the newest version."""
+        return self.subscriber.plan(self._driver.resident)
+
+    def advance(self) -> None:
+        """Does the next thing that brings the engine to the newest version, if it may now."""
+        if self._driver.fenced or (self.damaged and self.pinned is None):
+            if not self._reseed(None):
+                raise BaseMismatchError(
+                    "weights are damaged and the channel has no anchor to load; publish one"
+                )
+        elif self.pinned is None and (chain := self.plan()):
+            batch = chain if chain[0].kind == "anchor" else chain[: self._settings.stage_ahead]
+            if self._spacing.wait_s > 0 and self._driver.resident is not None:
+                self._driver.stage(batch)
+            else:
+                self._commit(batch)
+
+    def _commit(self, batch: Sequence[Manifest]) -> None:
+        """Commits a batch; what does not fit is answered by a scan and perhaps by an anchor."""
+        try:
+            done = self._driver.commit(batch)
+        except DeltaError as error:
+            self._recover(error, batch[0])
+            return
+        self._note(done)
+        if done.failure is not None:
+            self._recover(done.failure, batch[len(done.versions)])
+
+    def _recover(self, error: DeltaError, failed: Manifest) -> None:
+        if self._driver.fenced or error.action not in ("refetch", "reseed"):
+            raise error
+        if isinstance(error, BaseMismatchError):
+            self._report(error)
+            self.find_damage()
+        if not self._reseed(failed):
+            raise error
+
+    def find_damage(self) -> list[int]:
+        """Finds out by a full scan whether the resident weights are what they should be.
+
+        Returns:
+            Their fingerprints.
+        """
+        found = self._driver.scan()
+        try:
+            self._driver.ledger.compare(found)
+        except BaseMismatchError as error:
+            self.damaged = True
+            self._report(error)
+        return found
+
+    def _reseed(self, failed: Manifest | None) -> bool:
+        """Loads an anchor and what follows it, if that leads anywhere.
+
+        Args:
+            failed: what could not be applied to good weights; the anchor must come after it.
+        """
+        chain = self._anchored()
+        resident = self._driver.resident
+        if not chain:
+            return False
+        if failed is not None and not self.damaged and chain[0].seq < failed.seq:
+            return False
+        target = chain[-1].target
+        if resident is not None and (target is None or target.number < resident.number):
+            return False
+        done = self._driver.commit(chain)
+        if done.versions:
+            self.damaged = False
+        self._note(done)
+        if done.failure is not None:
+            raise done.failure
+        return True
+
+    def _anchored(self) -> list[Manifest]:
+        """The way to the newest version from an anchor that can be loaded; perhaps none."""
+        try:
+            chain = self.subscriber.plan(None)
+        except DeltaError as error:
+            self._report(error)
+            return []
+        usable = chain and chain[0].kind == "anchor" and chain[0].reference is None
+        return chain if usable else []
+
+    def go(self, number: int | None) -> None:
+        """Unpins and goes to the newest version now, or goes to ``number`` and stays there.
+
+        Raises:
+            DeltaError: it could not; what was resident still is.
+        """
+        self.pinned = None
+        while not self._driver.fenced and self._before(number):
+            self._driver.rollback()
+        while chain := self.subscriber.plan(self._driver.resident, number=number):
+            batch = chain if chain[0].kind == "anchor" else chain[: self._settings.stage_ahead]
+            done = self._driver.commit(batch)
+            self._note(done)
+            if done.failure is not None:
+                raise done.failure
+        if number is not None:
+            self.pinned = self._driver.resident
+
+    def _before(self, number: int | None) -> bool:
+        """Whether ``number`` lies before the resident version and a rollback leads towards it."""
+        resident, back = self._driver.resident, self._driver.rollback_to
+        return (
+            number is not None
+            and resident is not None
+            and back is not None
+            and number <= back.number < resident.number
+        )
+
+    def rollback(self) -> None:
+        """Goes back to the version before and stays there.
+
+        Raises:
+            EngineError: it is not kept.
+        """
+        self.pinned = self._driver.rollback()
+
+    def verify(self) -> str:
+        """Scans all resident weights; the root they have.
+
+        Raises:
+            BaseMismatchError: it is not the version's.
+        """
+        found = self._driver.scan()
+        try:
+            self._driver.ledger.compare(found)
+        except BaseMismatchError:
+            self.damaged = True
+            raise
+        return self._driver.ledger.root(found)

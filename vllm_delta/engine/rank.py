@@ -1,0 +1,261 @@
+"""One rank's part: stage, check, apply and undo versions on the weights that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from vllm_delta.channel import LogReader, open_channel
+from vllm_delta.codec import Change, decode
+from vllm_delta.engine.calls import Answer, pack
+from vllm_delta.engine.staging import Staged, Stager
+from vllm_delta.errors import BaseMismatchError, EngineError, FormatError, ModelMismatchError
+from vllm_delta.fingerprint import root
+from vllm_delta.format import Manifest, Schema, Version
+from vllm_delta.layout import RankLayout
+
+if TYPE_CHECKING:
+    from vllm_delta.patch import Patch, Patcher, Sums
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A version that was applied, and how to undo it."""
+
+    base: Version
+    target: Version
+    seq: int
+    patch: Patch
+    sums: Sums
+
+
+class Rank:
+    """Holds a rank's patcher and what is staged and applied.
+
+    Everything but staging runs on the worker's own thread, in line with the forward steps.
+
+    Args:
+        schema: the channel's tensors.
+        layout: where this rank holds them.
+        patcher: writes the weights.
+        channel: the channel's address.
+        rollback_bytes: memory for undoing.
+        enter_thread: called first on the staging thread (it selects the device).
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        layout: RankLayout,
+        patcher: Patcher,
+        *,
+        channel: str,
+        rollback_bytes: int,
+        enter_thread: Callable[[], None],
+    ) -> None:
+        self.layout = layout
+        self._schema = schema
+        self._patcher = patcher
+        self._log = LogReader(open_channel(channel))
+        self._rollback_bytes = rollback_bytes
+        self._enter_thread = enter_thread
+        self._stager = Stager(self._build)
+        self._applied: list[Applied] = []
+        self._undone: Applied | None = None
+        self.version: Version | None = None
+        self.verdict = "unknown"
+
+    def stage(self, manifests: Sequence[Manifest]) -> Answer:
+        """Starts staging these versions in the background; anything else staged is dropped."""
+        self._undone = None
+        self._stager.want(manifests)
+        return {}
+
+    def ready(self, seq: int) -> Answer:
+        """Whether a version is staged; its error if it could not be."""
+        return {"ready": self._stager.find(seq).done}
+
+    def check(self, seq: int) -> Answer:
+        """What a staged delta would find and change, per rectangle; reads only."""
+        staged = self._stager.find(seq)
+        if staged.patch is None:
+            raise EngineError("the version is not staged yet", seq=seq)
+        staged.sums = self._patcher.check(staged.patch)
+        return {
+            "entries": [list(entry) for entry in staged.patch.entries],
+            "touched": staged.sums.touched,
+            "change": staged.sums.change,
+        }
+
+    def apply(self, seq: int) -> Answer:
+        """Applies what was staged and checked, and compares what it did with the check.
+
+        Raises:
+            EngineError: it was not checked, or another version is resident.
+            BaseMismatchError: weights changed since the check; they are as they were before.
+        """
+        staged = self._stager.find(seq)
+        base, target, patch, sums = self._ready(staged)
+        self.verdict = "half applied"
+        try:
+            change = self._patcher.apply(patch)
+        except Exception:
+            self._settle(patch, sums)
+            raise
+        applied = Applied(base, target, seq, patch, sums)
+        if change != sums.change:
+            self._take_back(applied)
+            raise BaseMismatchError("weights changed between check and apply", version=str(target))
+        self._stager.drop(seq)
+        self._keep(applied)
+        return {}
+
+    def _ready(self, staged: Staged) -> tuple[Version, Version, Patch, Sums]:
+        manifest, patch, sums = staged.manifest, staged.patch, staged.sums
+        if self.verdict == "half applied":
+            raise EngineError("the rank is half applied", seq=manifest.seq)
+        if patch is None or sums is None or manifest.base is None or manifest.target is None:
+            raise EngineError("the version was not checked", seq=manifest.seq)
+        if manifest.base != self.version:
+            raise EngineError(
+                "another version is resident", expected=str(manifest.base), actual=str(self.version)
+            )
+        return manifest.base, manifest.target, patch, sums
+
+    def _keep(self, applied: Applied) -> None:
+        self.version, self.verdict = applied.target, "proven"
+        self._applied.append(applied)
+        while sum(kept.patch.n_bytes for kept in self._applied) > self._rollback_bytes:
+            del self._applied[0]
+
+    def _take_back(self, applied: Applied) -> None:
+        self._patcher.rollback(applied.patch)
+        self._settle(applied.patch, applied.sums)
+
+    def _settle(self, patch: Patch, sums: Sums) -> None:
+        """After a failure: are the touched weights as they were at the check?"""
+        found = self._patcher.check(patch)
+        if (found.touched, found.change) != (sums.touched, sums.change):
+            raise EngineError("the rank is half applied")
+        self.verdict = "proven"
+
+    def undo(self, seq: int) -> Answer:
+        """Takes a version back that another rank could not apply; nothing to do is fine.
+
+        Raises:
+            EngineError: this rank's weights are neither the base's nor the target's.
+        """
+        if self._applied and self._applied[-1].seq == seq:
+            applied = self._applied.pop()
+            self.verdict = "half applied"
+            self._take_back(applied)
+            self.version = applied.base
+        if self.verdict == "half applied":
+            raise EngineError("the rank is half applied", seq=seq)
+        return {}
+
+    def rollback(self, expected: Version) -> Answer:
+        """Goes back to the version before the resident one.
+
+        Raises:
+            EngineError: it is not ``expected``, or what it takes is no longer kept.
+        """
+        if not self._applied or self._applied[-1].base != expected:
+            raise EngineError("the version before is no longer kept", expected=str(expected))
+        applied = self._applied.pop()
+        self.verdict = "half applied"
+        self._take_back(applied)
+        self.version, self._undone = applied.base, applied
+        return {}
+
+    def redo(self, version: Version) -> Answer:
+        """Applies again what `rollback` took back, because another rank could not."""
+        undone, self._undone = self._undone, None
+        if self.version == version and self.verdict != "half applied":
+            return {}
+        if undone is None or undone.target != version:
+            raise EngineError("the rank cannot return to the version", version=str(version))
+        if self._patcher.apply(undone.patch) != undone.sums.change:
+            self.verdict = "half applied"
+            raise EngineError("the rank is half applied")
+        self._keep(undone)
+        return {}
+
+    def load_anchor(self, seq: int) -> Answer:
+        """Writes a whole published checkpoint, tensor by tensor, and scans the result.
+
+        The answer says ``untouched`` with an error that came before the first write.
+        """
+        manifest = self._stager.find(seq).manifest
+        changes = self._changes(manifest)
+        first = next(changes, None)
+        self._applied.clear()
+        self.version, self.verdict = None, "half applied"
+        for change in _chain(first, changes):
+            self._patcher.apply(self._patcher.stage([change]))
+        self._stager.drop(seq)
+        return {"scan": self._patcher.scan()}
+
+    def prove(self, version: Version | None) -> Answer:
+        """Takes note of what all ranks together were proven to hold; None: it is unpublished."""
+        self.version, self.verdict = version, "unpublished" if version is None else "proven"
+        return {}
+
+    def scan(self) -> Answer:
+        """Fingerprints of everything this rank holds, per rectangle."""
+        return {"scan": self._patcher.scan()}
+
+    def status(self) -> Answer:
+        """What this rank holds, for people."""
+        staged = self._stager.all()
+        return {
+            "version": pack(self.version),
+            "verdict": self.verdict,
+            "staged": [s.manifest.target.number for s in staged if s.done and s.manifest.target],
+            "staging": [
+                s.manifest.target.number for s in staged if not s.done and s.manifest.target
+            ],
+            "staged_bytes": sum(s.patch.n_bytes for s in staged if s.patch is not None),
+            "kept_bytes": sum(kept.patch.n_bytes for kept in self._applied),
+            "rollback_to": pack(self._applied[-1].base) if self._applied else None,
+        }
+
+    def _build(self, manifest: Manifest) -> Patch | None:
+        self._enter_thread()
+        if manifest.kind == "delta":
+            return self._patcher.stage(self._changes(manifest))
+        # An anchor is too big to keep. Reading it now means that damage is found before a pause.
+        for _ in self._changes(manifest):
+            pass
+        return None
+
+    def _changes(self, manifest: Manifest) -> Iterator[Change]:
+        if manifest.reference is not None:
+            raise ModelMismatchError(
+                "the channel's anchor is a public checkpoint; start the engine from it",
+                repository=manifest.reference.repository,
+                revision=manifest.reference.revision,
+            )
+        kind: Literal["anchor", "delta"] = "anchor" if manifest.kind == "anchor" else "delta"
+        targets: list[int] = []
+        last = -1
+        for ref in manifest.blobs:
+            for change in decode(self._log.get_blob(ref), self._schema, kind):
+                if change.tensor <= last:
+                    raise FormatError("a tensor stands in two blobs", tensor=change.tensor)
+                last = change.tensor
+                targets.append(change.target)
+                yield change
+        if kind == "anchor" and (
+            manifest.target is None
+            or len(targets) != len(self._schema)
+            or root(self._schema, targets) != manifest.target.root
+        ):
+            raise FormatError("an anchor's tensors are not its version's", seq=manifest.seq)
+
+
+def _chain(first: Change | None, rest: Iterator[Change]) -> Iterator[Change]:
+    if first is not None:
+        yield first
+    yield from rest
