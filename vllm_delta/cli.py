@@ -1,0 +1,244 @@
+"""`vllm-delta`: look into a channel, prove it, and turn a version into a checkpoint.
+
+Exit status: 0 done; 1 an unexpected failure; 2 wrong use or settings, or another model; 3 the
+store is out of reach; 4 damaged bytes; 5 the chain or the base does not fit; 6 a newer format;
+7 and 8 are the errors of trainers and engines (`vllm_delta.errors.EXIT_CODES`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_delta import report
+from vllm_delta.checkpoint import check_free, read_checkpoint, write_checkpoint
+from vllm_delta.errors import EXIT_CODES, ChannelError, DeltaError
+from vllm_delta.format import Manifest
+from vllm_delta.replay import Replica, replay
+from vllm_delta.subscriber import Subscriber
+
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        result = options.run(options)
+        print(json.dumps(result, indent=2) if options.json else "\n".join(options.text(result)))
+        sys.stdout.flush()
+    except DeltaError as error:
+        if options.json:
+            print(json.dumps({"error": error.to_dict()}, indent=2))
+        print(f"vllm-delta: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_CODES[error.action]
+    except BrokenPipeError:
+        # The reader has seen enough; keep the interpreter from telling it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    epilog = "exit status: " + ", ".join(
+        ["0 done", "1 unexpected", *(f"{code} {action}" for action, code in EXIT_CODES.items())]
+    )
+    parser = argparse.ArgumentParser(
+        prog="vllm-delta", description="Look into a channel of weight deltas.", epilog=epilog
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, text: Any, summary: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
+        sub.add_argument("channel", metavar="CHANNEL", help="the channel's directory or URL")
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        sub.set_defaults(run=run, text=text)
+        return sub
+
+    command("ls", _ls, report.ls, "list the versions of a channel")
+    show = command("show", _show, report.show, "show a version's manifest and changes per tensor")
+    verify = command("verify", _verify, report.verify, "prove the chain, the blobs and the weights")
+    apply = command("apply", _apply, report.apply, "write a version as a safetensors checkpoint")
+    for sub in (show, verify):
+        sub.add_argument("version", metavar="VERSION", nargs="?", type=_number, help="its number")
+    apply.add_argument("out", metavar="OUT_DIR", type=Path, help="a directory to make")
+    apply.add_argument("--version", metavar="N", type=_number, help="default: the newest")
+    for sub in (verify, apply):
+        sub.add_argument(
+            "--base", metavar="DIR", type=Path, help="the checkpoint that the channel refers to"
+        )
+    return parser
+
+
+def _number(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+def _open(options: argparse.Namespace) -> Subscriber:
+    subscriber = Subscriber(options.channel)
+    subscriber.refresh()
+    return subscriber
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _ls(options: argparse.Namespace) -> Row:
+    subscriber = _open(options)
+    manifests = subscriber.history()
+    newest = subscriber.newest_manifest
+    return {
+        "channel": subscriber.channel_id,
+        "epoch": newest and newest.epoch,
+        "seq": newest and newest.seq,
+        "low": newest and newest.low,
+        "newest": newest and newest.target and newest.target.number,
+        "versions": [_version_row(manifest) for manifest in manifests if manifest.kind != "fence"],
+    }
+
+
+def _version_row(manifest: Manifest) -> Row:
+    assert manifest.target is not None
+    reference = manifest.reference
+    return {
+        "number": manifest.target.number,
+        "root": manifest.target.root,
+        "kind": manifest.kind,
+        "seq": manifest.seq,
+        "epoch": manifest.epoch,
+        "n_blobs": len(manifest.blobs),
+        "payload_bytes": manifest.payload_bytes,
+        "reference": reference
+        and {"repository": reference.repository, "revision": reference.revision},
+        "writer": manifest.writer,
+        "time": manifest.time,
+        "age_s": max(0.0, time.time() - manifest.time),
+    }
+
+
+def _show(options: argparse.Namespace) -> Row:
+    subscriber = _open(options)
+    manifest = _find(subscriber, options.version)
+    schema = subscriber.schema
+    tensors = []
+    for change in subscriber.changes(manifest):
+        spec = schema.tensors[change.tensor]
+        tensors.append(
+            {
+                "name": spec.name,
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "n_changed": None if change.indices is None else change.nnz,
+                "changed_percent": None
+                if change.indices is None
+                else 100.0 * change.nnz / max(spec.numel, 1),
+                "whole": change.bits is not None,
+                "fingerprint": f"{change.target:016x}",
+            }
+        )
+    return {
+        **_version_row(manifest),
+        "channel": manifest.channel,
+        "parent": manifest.parent,
+        "base": manifest.base and {"number": manifest.base.number, "root": manifest.base.root},
+        "blobs": [{"sha256": ref.sha256, "bytes": ref.n_bytes} for ref in manifest.blobs],
+        "payload_percent": 100.0 * manifest.payload_bytes / max(schema.n_bytes, 1),
+        "n_tensors": len(schema),
+        "n_weights": schema.n_weights,
+        "model_bytes": schema.n_bytes,
+        "tensors": tensors,
+    }
+
+
+def _find(subscriber: Subscriber, number: int | None) -> Manifest:
+    """The newest delta or anchor that leads to the version; a delta before an anchor of it."""
+    if subscriber.newest is None:
+        raise ChannelError("nothing is published on the channel yet")
+    wanted = subscriber.newest.number if number is None else number
+    found = [
+        manifest
+        for manifest in subscriber.history()
+        if manifest.target is not None
+        and manifest.target.number == wanted
+        and manifest.kind != "fence"
+    ]
+    if not found:
+        subscriber.plan(number=wanted)  # says why
+    return found[0]
+
+
+def _verify(options: argparse.Namespace) -> Row:
+    base = None if options.base is None else read_checkpoint(options.base)
+    subscriber = _open(options)
+    chain = subscriber.history()
+    if options.version is not None:
+        chosen = subscriber.plan(number=options.version)
+    else:
+        low = chain[-1].low if chain else 1
+        held = [manifest for manifest in chain if manifest.seq >= low]
+        first = [place for place, manifest in enumerate(held) if manifest.kind == "anchor"]
+        chosen = held[first[0] :] if first else []
+    versions = []
+    if chosen:
+        for manifest, replica in replay(subscriber.schema, chosen, subscriber.changes, base):
+            row = _version_row(manifest) | {"proven": _prove(replica)}
+            versions.append(row)
+            word = "weights" if row["proven"] else "fingerprints"
+            _say(f"version {row['number']} {manifest.kind}: {word} match the root")
+    return {
+        "channel": subscriber.channel_id,
+        "n_records": len(chain),
+        "n_versions": len(versions),
+        "proven": bool(versions) and all(row["proven"] for row in versions),
+        "versions": versions,
+    }
+
+
+def _prove(replica: Replica) -> bool:
+    """Whether the bits are known; those of the replica are scanned whole."""
+    if replica.proven:
+        replica.tensors()
+    return replica.proven
+
+
+def _apply(options: argparse.Namespace) -> Row:
+    check_free(options.out)
+    base = None if options.base is None else read_checkpoint(options.base)
+    subscriber = _open(options)
+    path = subscriber.plan(number=options.version)
+    target = path[-1].target
+    assert target is not None
+    _say(f"rebuilding version {target.number}: {report.size(sum(m.payload_bytes for m in path))}")
+    tensors = subscriber.materialise(target.number, base=base)
+    schema = subscriber.schema
+    if base is not None and (extra := sorted(base.keys() - tensors.keys())):
+        _say(f"left out: {len(extra)} tensors of the base that are not the channel's: {extra[:3]}")
+    _say(f"writing {report.size(schema.n_bytes)} to {options.out}")
+    metadata = {"vllm_delta_version": str(target.number), "vllm_delta_root": target.root}
+    files = write_checkpoint(
+        options.out, schema.tensors, tensors, extras=options.base, metadata=metadata
+    )
+    return {
+        "number": target.number,
+        "root": target.root,
+        "out": str(options.out),
+        "n_tensors": len(schema),
+        "model_bytes": schema.n_bytes,
+        "files": files,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
