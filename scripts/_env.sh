@@ -15,6 +15,7 @@
 
 _env_repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _env_venv="${VLLM_DELTA_VENV:-$_env_repo/.venv}"
+if [[ $_env_venv != /* ]]; then _env_venv="$PWD/$_env_venv"; fi
 _env_marker="$_env_venv/.vllm-delta-env"
 _env_unfinished="$_env_venv/.unfinished"
 _env_torch="2.13.0"
@@ -63,7 +64,8 @@ _env_pip() {
   for attempt in 1 2; do
     touch "$_env_unfinished"
     # A job in the background, so that a signal reaches this shell and not only pip.
-    "$_env_venv/bin/python" -m pip --no-input --disable-pip-version-check --no-color "$@" \
+    PIP_USER=0 PIP_PROGRESS_BAR=off "$_env_venv/bin/python" -m pip \
+      --no-input --disable-pip-version-check --no-color "$@" \
       </dev/null >"$_env_log" 2>&1 &
     pid=$!
     # shellcheck disable=SC2064
