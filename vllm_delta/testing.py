@@ -107,8 +107,11 @@ class FaultyChannel:
             raise ValueError(f"unknown faults: {sorted(unknown)}")
 
     def script(self, faults: Iterable[Fault | None]) -> None:
-        """Have the next calls suffer exactly these, one each; one that cannot passes unharmed."""
-        self._script += faults
+        """Have the next calls suffer these, one each, in place of what was left of a script.
+
+        A call that cannot suffer its fault passes unharmed.
+        """
+        self._script = list(faults)
 
     def deliver(self) -> int:
         """Let every late write happen now, in the order sent. Returns how many there were."""
