@@ -17,7 +17,7 @@ import torch
 
 from vllm_delta.channel import Log, Record, Store, open_channel
 from vllm_delta.codec import Change, decode, encode_anchor, encode_delta, encode_reference
-from vllm_delta.errors import ChannelError, DeltaError, FencedError, SettingsError
+from vllm_delta.errors import DeltaError, FencedError, SettingsError
 from vllm_delta.events import Claimed, Failed, Hook, Published, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import BlobRef, Manifest, Reference, Version, parse_schema
@@ -95,7 +95,7 @@ class Publisher:
         self._writer = f"{socket.gethostname()[:64]}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
         self._weights = ModelWeights(model, dtype)
         self.schema = self._weights.schema
-        tail = self._tail()
+        tail = self._log.tail()
         if tail is not None:
             self._check_schema(tail.manifest)
         self._shadow = Shadow(self.schema, self._weights.read())
@@ -166,14 +166,6 @@ class Publisher:
         else:
             self._version = standing
             self._measure(fence)
-
-    def _tail(self) -> Record | None:
-        try:
-            return self._log.tail()
-        except ChannelError:
-            # Perhaps a directory that the first write makes; a store out of reach fails here again.
-            self._log.put_blob(self.schema.to_bytes())
-            return self._log.tail()
 
     def _check_schema(self, manifest: Manifest) -> None:
         ref = manifest.schema

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from vllm_delta.channel import LogReader, Record, Store, open_channel, verify_link
 from vllm_delta.codec import Change, decode
 from vllm_delta.codec.blob import BlobKind
-from vllm_delta.errors import ChainError, ChannelError, DigestError, FormatError, SettingsError
+from vllm_delta.errors import (
+    ChainError,
+    ChannelError,
+    DigestError,
+    FormatError,
+    SettingsError,
+    UnsupportedError,
+)
 from vllm_delta.events import Fetched, Hook, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import BlobRef, Manifest, Schema, Version, parse_schema
@@ -109,14 +116,14 @@ class Subscriber:
         Raises:
             ChainError: a manifest is missing or is not what its successor names.
         """
-        for _ in self._backwards():
+        for _ in self._backwards(strict=True):
             pass
         return [record.manifest for record in self._records]
 
     def find(self, root: str) -> Version | None:
         """The published version with that root, the newest if several; None when there is none.
 
-        Reads the log back to its beginning before it says None.
+        Reads the log back to its beginning, as far as it verifies, before it says None.
         """
         for record in self._backwards():
             target = record.manifest.target
@@ -224,17 +231,29 @@ class Subscriber:
         self._records = records
         return [record.manifest for record in records]
 
-    def _backwards(self) -> Iterator[Record]:
-        """Verified records from the newest to the channel's first, read where not yet at hand."""
+    def _backwards(self, *, strict: bool = False) -> Iterator[Record]:
+        """Verified records from the newest to the channel's first, read where not yet at hand.
+
+        Before the anchor that the chain was taken up at, a record that is missing or does not
+        verify is an error if `strict`; else the channel counts as beginning after it.
+        """
         yield from reversed(self._records)
         while self._records and self._records[0].seq > 1:
-            first = self._records[0]
-            record = self._log.read(first.seq - 1)
-            if record is None:
-                raise ChainError("a record is missing from the chain", seq=first.seq - 1)
-            verify_link(record, first)
+            try:
+                record = self._before(self._records[0])
+            except (ChainError, DigestError, FormatError, UnsupportedError):
+                if strict:
+                    raise
+                return
             self._records.insert(0, record)
             yield record
+
+    def _before(self, record: Record) -> Record:
+        before = self._log.read(record.seq - 1)
+        if before is None:
+            raise ChainError("a record is missing from the chain", seq=record.seq - 1)
+        verify_link(before, record)
+        return before
 
     def _cheapest(
         self, resident: Version | None, number: int | None, reference_bytes: int | None
