@@ -1,0 +1,192 @@
+"""A language model learns by reinforcement while a live vLLM follows it, bit for bit.
+
+Each step samples completions from the served engine, takes one policy-gradient step on them and
+publishes the weights that changed; the engine follows without a reload while other clients stream
+from it. Then everything that is claimed is proven. Exit status 0 only if all of it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+from scripts._demo import proofs
+from scripts._demo.client import Completion
+from scripts._demo.loop import Loop
+from scripts._demo.model import Model, load_model
+from scripts._demo.proofs import Served
+from scripts._demo.report import Findings, Progress, draw_plot, print_proofs
+from scripts._demo.server import Server
+from scripts._demo.task import draw_prompts
+from scripts._demo.trainer import Trainer
+from vllm_delta import Publisher
+
+_LEARNING_RATE = 2e-6
+_N_COMPARED = 32
+_POLL_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user chose.
+
+    Attributes:
+        work_dir: For checkpoints and logs.
+        channel: Directory or URL.
+    """
+
+    n_versions: int
+    learning_rate: float
+    seed: int
+    channel: str
+    work_dir: Path
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """What the following server left behind: versions it served, and completions at the end."""
+
+    before: Served
+    newest: Served
+    completions: list[Completion]
+
+
+def demonstrate(options: Options, progress: Progress) -> Findings:
+    """Runs everything. Every server it starts has ended when it returns or raises."""
+    progress.say("loading SmolLM2-135M")
+    model = load_model(options.seed)
+    findings = Findings(model.origin, options.seed, options.learning_rate)
+    prompts = draw_prompts(random.Random(options.seed), _N_COMPARED)
+    followed = _follow(options, progress, model, findings, prompts)
+    _compare(options, progress, model, findings, followed, prompts)
+    findings.seconds = progress.seconds
+    return findings
+
+
+def _follow(
+    options: Options, progress: Progress, model: Model, findings: Findings, prompts: list[str]
+) -> _Followed:
+    """Trains and publishes while a server follows; then rolls it back and forth, and asks it."""
+    progress.say(f"it comes from {model.origin}; writing version 0 as a checkpoint")
+    base = model.save(options.work_dir / "base")
+    delta = {"channel": options.channel, "poll_interval_s": _POLL_INTERVAL_S}
+    with Server("following", base, options.work_dir, delta=delta) as server:
+        progress.say(f"starting vllm serve, its log is {server.log_path}")
+        with Publisher(options.channel, model.network, dtype=torch.bfloat16) as publisher:
+            progress.say(f"version {publisher.version.number} is on {options.channel}")
+            progress.say(f"the server is ready after {server.wait_until_ready():.0f} s")
+            with Loop(
+                server=server,
+                publisher=publisher,
+                trainer=Trainer(model.network, options.learning_rate),
+                channel=options.channel,
+                seed=options.seed,
+                progress=progress,
+            ) as loop:
+                loop.run(options.n_versions, findings)
+                return _question(loop, progress, findings, prompts)
+
+
+def _question(loop: Loop, progress: Progress, findings: Findings, prompts: list[str]) -> _Followed:
+    before, newest = loop.served
+    progress.say("scanning all resident weights")
+    findings.roots_equal = loop.follower.verify() == newest.root
+    progress.say(f"rolling back to version {before.number}, and going forward again")
+    moved = proofs.roll_back_and_forth(loop.follower, before, newest)
+    findings.rollback_bit_equal = moved.back_equal
+    findings.forward_again_bit_equal = moved.forth_equal
+    progress.say(f"{len(prompts)} greedy completions, one at a time")
+    completions = proofs.ask_one_by_one(loop.client, prompts)
+    findings.n_requests += len(completions)
+    findings.metrics = loop.follower.counters()
+    return _Followed(before, newest, completions)
+
+
+def _compare(
+    options: Options,
+    progress: Progress,
+    model: Model,
+    findings: Findings,
+    followed: _Followed,
+    prompts: list[str],
+) -> None:
+    """Compares what was served with the trainer's weights and with two fresh engines."""
+    progress.say("rebuilding the final version from the channel alone")
+    final = model.save(options.work_dir / "final")
+    base, out = options.work_dir / "base", options.work_dir / "rebuilt"
+    findings.rebuilt_equal = proofs.same_bits(proofs.rebuild(options.channel, base, out), final)
+    findings.roots_equal &= proofs.root_of(model.served_weights()) == followed.newest.root
+    fresh = []
+    for name in ("fresh-1", "fresh-2"):
+        progress.say(f"a fresh engine on the trainer's final checkpoint, {name}")
+        fresh.append(proofs.ask_fresh(name, final, options.work_dir, prompts))
+    findings.digests_equal = all(one.digests == followed.newest.digests for one in fresh)
+    findings.completions_equal = followed.completions == fresh[0].completions
+    findings.control_equal = fresh[0].completions == fresh[1].completions
+    findings.n_completions_compared = len(followed.completions)
+    findings.bit_equal = findings.roots_equal and findings.rebuilt_equal and findings.digests_equal
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("--versions", type=int, default=8, help="how many to make, default 8")
+    parser.add_argument("--channel", help="directory or URL, default: in the work directory")
+    parser.add_argument("--learning-rate", type=float, default=_LEARNING_RATE)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work-dir", type=Path, help="default: a new temporary directory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw payload and lag there")
+    parsed = parser.parse_args(arguments)
+    if parsed.versions < 1:
+        parser.error("--versions is below 1")
+    return parsed
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends the program in an orderly way, once; a second signal must not stop the stopping."""
+    for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(again, signal.SIG_IGN)
+    print(f"\nsignal {number}: stopping the servers", file=sys.stderr, flush=True)
+    raise SystemExit(128 + number)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demonstration; returns the exit status."""
+    parsed = _parse(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    work_dir = parsed.work_dir or Path(tempfile.mkdtemp(prefix="vllm-delta-demo-"))
+    work_dir.mkdir(parents=True, exist_ok=True)
+    options = Options(
+        n_versions=parsed.versions,
+        learning_rate=parsed.learning_rate,
+        seed=parsed.seed,
+        channel=parsed.channel or str(work_dir / "channel"),
+        work_dir=work_dir,
+    )
+    findings = demonstrate(options, Progress())
+    if parsed.json:
+        parsed.json.write_text(findings.to_json())
+    if parsed.plot:
+        draw_plot(findings, parsed.plot)
+    all_hold = print_proofs(findings)
+    if all_hold:
+        for name in ("base", "final", "rebuilt"):
+            shutil.rmtree(work_dir / name)
+    kept = "logs and channel" if all_hold else "logs, channel and checkpoints"
+    print(f"{findings.seconds:.0f} s in all; {kept} are in {work_dir}", flush=True)
+    return 0 if all_hold else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
