@@ -198,14 +198,19 @@ def test_a_manifest_that_is_garbage_is_refused():
     assert subscriber.newest == SPEC.version(0)
 
 
-def test_a_gap_is_not_jumped_over_by_a_reader_that_follows():
+def test_a_gap_is_told_and_crossed_only_by_an_anchor():
     channel = Channel()
     subscriber = channel.subscriber()
     channel.delta()
     channel.delta()
     channel.store.delete([manifest_key(3)])
-    assert subscriber.refresh() == []
+    with pytest.raises(ChainError, match="missing"):
+        subscriber.refresh()
     assert subscriber.newest == SPEC.version(0)
+    channel.anchor(2)
+    channel.delta()
+    assert seqs(subscriber.refresh()) == [5, 6]
+    assert_version(subscriber.materialise(), 3)
 
 
 def test_after_a_broken_link_a_newer_anchor_of_the_channel_is_taken():
