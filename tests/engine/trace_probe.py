@@ -23,6 +23,8 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import get_model
 
@@ -33,6 +35,9 @@ from vllm_delta.format import Schema, TensorSpec
 from vllm_delta.layout import Rectangle
 
 Bits = dict[str, np.ndarray]
+
+REFUSING = "qwen3_moe-untied-kv2"
+"""The model that every kind of refusal is tried on."""
 
 
 def read(checkpoint: Path) -> Bits:
@@ -168,8 +173,10 @@ def probe(models: Path, world: int, rank: int) -> dict[str, Any]:
             - sum(r.numel for r in traced.layout.rectangles),
             "mismatches": mismatches(traced, schema, old),
             "control": mismatches(traced, schema, new),
-            "refusals": dict(refusals(model, config, schema, rank)),
         }
+        if models.name == REFUSING:
+            result["refusals"] = dict(refusals(model, config, schema, rank))
+            result["refusals"] |= dict(packed_refusals(models, config, schema, rank))
         outputs = forward(model)
         patch(traced, schema, old, new)
         fresh = load(models / "B", config)
@@ -188,7 +195,7 @@ def probe(models: Path, world: int, rank: int) -> dict[str, Any]:
 def refusals(
     model: Any, config: VllmConfig, schema: Schema, rank: int
 ) -> Iterator[tuple[str, Any]]:
-    """What each way to be unpatchable is answered with; the model is put back in between."""
+    """What each way to be unpatchable is answered with; all is put back in between."""
 
     class Quantised(QuantizeMethodBase):
         def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
@@ -204,15 +211,31 @@ def refusals(
     for case, (owner, name, value) in cases.items():
         with swapped(owner, name, value):
             yield case, refusal(model, config, schema, rank)
-    extra = [*schema.tensors, TensorSpec("model.norm.unknown", "BF16", (4,))]
-    yield "unknown", refusal(model, config, Schema.of(extra), rank)
-    missing = [spec for spec in schema.tensors if spec.name != "model.norm.weight"]
-    yield "missing", refusal(model, config, Schema.of(missing), rank)
-    wide = [TensorSpec(s.name, "F32", s.shape) for s in schema.tensors]
-    yield "dtype", refusal(model, config, Schema.of(wide), rank)
+    norm = schema.index("model.norm.weight")
+    without = schema.tensors[:norm] + schema.tensors[norm + 1 :]
+    wide = TensorSpec("model.norm.weight", "F32", schema.tensors[norm].shape)
+    for case, tensors in {
+        "unknown": (*schema.tensors, TensorSpec("model.norm.unknown", "BF16", (4,))),
+        "missing": without,
+        "dtype": (*without, wide),
+    }.items():
+        yield case, refusal(model, config, Schema.of(tensors), rank)
     other = nn.Module()
     other.load_weights = model.load_weights
     yield "unseen", refusal(other, config, schema, rank)
+
+
+def packed_refusals(
+    models: Path, config: VllmConfig, schema: Schema, rank: int
+) -> Iterator[tuple[str, Any]]:
+    """What a model is answered with whose weights vLLM packed and nobody unpacks."""
+    for case, owner, name in (
+        ("dense packed", utils, "dispatch_cpu_unquantized_gemm"),
+        ("experts packed", cpu_moe, "cpu_prepack_moe_weight"),
+    ):
+        with swapped(owner, name, vars(owner)[name].__wrapped__):
+            model = load(models / "A", config)
+        yield case, refusal(model, config, schema, rank)
 
 
 @contextmanager
@@ -240,12 +263,15 @@ def refusal(model: Any, config: VllmConfig, schema: Schema, rank: int) -> dict[s
 def main() -> None:
     rank, world, port = (int(argument) for argument in sys.argv[1:4])
     directory, out = Path(sys.argv[4]), Path(sys.argv[5])
+    os.environ["VLLM_DIST_IDENT"] = f"trace-{port}"  # vLLM's executor would set it
     torch.set_num_threads(1)
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
     cpu.install()
     install_detector()
     models = sorted(path for path in directory.iterdir() if path.is_dir())
-    with set_current_vllm_config(config_of(models[0] / "A", world)):
+    # Any model will do to set up the groups, but only a mixture of experts sets up all of them.
+    widest = max(models, key=lambda path: "moe" in path.name)
+    with set_current_vllm_config(config_of(widest / "A", world)):
         init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         initialize_model_parallel(tensor_model_parallel_size=world)
         found = {path.name: probe(path, world, rank) for path in models}
