@@ -1,0 +1,338 @@
+"""The command line, run as its users run it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_delta import cli
+from vllm_delta.channel import LocalStore, Log
+from vllm_delta.checkpoint import read_checkpoint, write_checkpoint
+from vllm_delta.errors import ChannelFullError, DeltaError, SettingsError
+from vllm_delta.format import Reference, TensorSpec, blob_key, manifest_key
+from vllm_delta.publisher import Publisher
+
+BF16 = torch.bfloat16
+
+
+def make_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {
+        "embed.weight": torch.randn(300, 64, dtype=BF16),
+        "norm.weight": torch.randn(64, dtype=torch.float32),
+        "n_calls": torch.tensor(3),
+        "odd": torch.randint(0, 255, (7,), dtype=torch.uint8),
+        "scale": torch.randn(5, 3).to(torch.float8_e4m3fn),
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A channel of three versions, and its weights; by reference to `base` if asked."""
+
+    class Run:
+        channel = tmp_path / "channel"
+        base = tmp_path / "base"
+        out = tmp_path / "out"
+        tensors = make_tensors()
+
+        def publish(self, reference: Reference | None = None) -> None:
+            self.base.mkdir()
+            save_file(self.tensors, self.base / "model.safetensors")
+            (self.base / "config.json").write_text('{"model_type": "tiny"}')
+            (self.base / "tokenizer.json").write_text("{}")
+            (self.base / "model.safetensors.index.json.bak").write_text("no")
+            (self.base / "optimizer.pt").write_bytes(b"no")
+            with Publisher(self.channel, self.tensors, reference=reference) as publisher:
+                self.tensors["embed.weight"][7, :9] += 1
+                publisher.publish()
+                self.tensors["n_calls"] += 1
+                self.tensors["norm.weight"][::13] *= 1.5
+                publisher.publish()
+
+    return Run()
+
+
+def command(*arguments, env=None) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "vllm_delta.cli", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+
+def told(capsys, *arguments) -> tuple[int, dict, str]:
+    """Exit status, JSON and standard error of a command, in this process."""
+    status = cli.main([*map(str, arguments), "--json"])
+    captured = capsys.readouterr()
+    return status, json.loads(captured.out), captured.err
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# The round trip
+
+
+def test_a_channel_becomes_a_checkpoint_in_a_process_of_its_own(run):
+    run.publish()
+    done = command("apply", run.channel, run.out)
+    assert done.returncode == 0, done.stderr
+    assert "version 2" in done.stdout
+    assert "rebuilding" in done.stderr
+    loaded = load_file(run.out / "model.safetensors")
+    assert sorted(loaded) == sorted(run.tensors)
+    for name, tensor in run.tensors.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(as_bytes(loaded[name]), as_bytes(tensor)), name
+
+
+def test_an_older_version_and_the_base_checkpoints_files(run, capsys):
+    run.publish(Reference("someone/model", "abc"))
+    status, result, _ = told(
+        capsys, "apply", run.channel, run.out, "--version", 0, "--base", run.base
+    )
+    assert status == 0
+    assert result["number"] == 0
+    assert result["files"] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in run.out.iterdir()) == result["files"]
+    made = load_file(run.out / "model.safetensors")
+    for name, tensor in load_file(run.base / "model.safetensors").items():
+        assert torch.equal(as_bytes(made[name]), as_bytes(tensor)), name
+    assert (run.out / "config.json").read_bytes() == (run.base / "config.json").read_bytes()
+
+
+def test_apply_leaves_nothing_behind_when_it_fails(run, capsys):
+    run.publish()
+    store = LocalStore(run.channel)
+    ref = Log(store).tail().manifest.blobs[0]
+    store.delete([blob_key(ref.sha256)])
+    before = sorted(run.out.parent.iterdir())
+    status, result, error = told(capsys, "apply", run.channel, run.out)
+    assert status == 4
+    assert result["error"]["kind"] == "DigestError"
+    assert ref.sha256 in error
+    assert sorted(run.out.parent.iterdir()) == before
+
+
+def test_apply_overwrites_nothing(run, capsys):
+    run.publish()
+    run.out.mkdir()
+    (run.out / "mine").write_text("precious")
+    status, result, _ = told(capsys, "apply", run.channel, run.out)
+    assert (status, result["error"]["kind"]) == (2, "SettingsError")
+    assert [path.name for path in run.out.iterdir()] == ["mine"]
+    (run.out / "mine").unlink()
+    assert told(capsys, "apply", run.channel, run.out)[0] == 0
+
+
+def test_the_version_is_written_into_the_checkpoint(run, capsys):
+    run.publish()
+    _, result, _ = told(capsys, "apply", run.channel, run.out)
+    header = (run.out / "model.safetensors").read_bytes()[:4096]
+    assert b'"vllm_delta_version":"2"' in header
+    assert result["root"].encode() in header
+
+
+# Looking
+
+
+def test_ls_lists_every_version(run, capsys):
+    run.publish(Reference("someone/model", "abc"))
+    status, result, _ = told(capsys, "ls", run.channel)
+    assert status == 0
+    assert (result["newest"], result["epoch"], result["seq"]) == (2, 1, 4)
+    rows = result["versions"]
+    assert [(row["number"], row["kind"], row["seq"]) for row in rows] == [
+        (0, "anchor", 2),
+        (1, "delta", 3),
+        (2, "delta", 4),
+    ]
+    assert rows[0]["reference"] == {"repository": "someone/model", "revision": "abc"}
+    assert all(row["payload_bytes"] > 0 and row["age_s"] >= 0 for row in rows)
+    assert cli.main(["ls", str(run.channel)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["VERSION", "KIND", "BYTES", "BLOBS", "AGE", "EPOCH", "SEQ", "ROOT"]
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1", "2"]
+    assert len({line.rindex(rows[i]["root"][:12]) for i, line in enumerate(lines[2:])}) == 1
+
+
+def test_ls_of_an_empty_channel(tmp_path, capsys):
+    assert cli.main(["ls", str(tmp_path)]) == 0
+    assert "nothing is published" in capsys.readouterr().out
+
+
+def test_show_tells_what_changed_in_each_tensor(run, capsys):
+    run.publish()
+    status, result, _ = told(capsys, "show", run.channel, 1)
+    assert status == 0
+    (row,) = result["tensors"]
+    assert (row["name"], row["dtype"], row["shape"]) == ("embed.weight", "BF16", [300, 64])
+    assert row["n_changed"] == 9
+    assert row["changed_percent"] == pytest.approx(100 * 9 / (300 * 64))
+    _, newest, _ = told(capsys, "show", run.channel)
+    assert [(row["name"], row["n_changed"]) for row in newest["tensors"]] == [
+        ("n_calls", None),
+        ("norm.weight", 5),
+    ]
+    assert newest["base"]["number"] == 1
+    assert cli.main(["show", str(run.channel)]) == 0
+    text = capsys.readouterr().out
+    assert "norm.weight" in text
+    assert "7.8125" in text
+    assert cli.main(["show", str(run.channel), "0"]) == 0
+    assert capsys.readouterr().out.count("whole") == 6
+
+
+@pytest.mark.parametrize("number", [3, 10**9])
+def test_a_version_that_is_not_there(run, capsys, number):
+    run.publish()
+    for words in (["show", run.channel, number], ["verify", run.channel, number]):
+        status, result, error = told(capsys, *words)
+        assert (status, result["error"]["kind"]) == (5, "ChainError")
+        assert f"number={number}" in error
+
+
+# Proving
+
+
+def test_verify_proves_every_version(run, capsys):
+    run.publish()
+    status, result, error = told(capsys, "verify", run.channel)
+    assert status == 0
+    assert (result["proven"], result["n_records"], result["n_versions"]) == (True, 4, 3)
+    assert [row["proven"] for row in result["versions"]] == [True] * 3
+    assert "version 2 delta: weights match the root" in error
+
+
+def test_verify_with_a_reference_says_what_it_could_prove(run, capsys):
+    run.publish(Reference("someone/model", "abc"))
+    status, result, _ = told(capsys, "verify", run.channel)
+    assert (status, result["proven"]) == (0, False)
+    assert cli.main(["verify", str(run.channel)]) == 0
+    assert "--base" in capsys.readouterr().out
+    status, result, _ = told(capsys, "verify", run.channel, 2, "--base", run.base)
+    assert (status, result["proven"]) == (0, True)
+    wrong = make_tensors()
+    wrong["embed.weight"][0, 0] += 1
+    save_file(wrong, run.base / "model.safetensors")
+    status, result, error = told(capsys, "verify", run.channel, "--base", run.base)
+    assert (status, result["error"]["kind"]) == (5, "BaseMismatchError")
+    assert "embed.weight" in error
+
+
+@pytest.mark.parametrize("which", ["blob", "manifest"])
+@pytest.mark.parametrize("place", [0, 40, -1])
+def test_verify_finds_any_flipped_bit(run, capsys, which, place):
+    run.publish()
+    store = LocalStore(run.channel)
+    manifest = Log(store).read(3).manifest
+    key = manifest_key(3) if which == "manifest" else blob_key(manifest.blobs[0].sha256)
+    data = bytearray(store.get(key, max_bytes=1 << 20))
+    data[place] ^= 1
+    store.put(key, bytes(data))
+    status, result, error = told(capsys, "verify", run.channel)
+    assert status in (4, 5), error
+    assert result["error"]["action"] in ("refetch", "reseed")
+
+
+# Wrong use
+
+
+def test_wrong_use_exits_with_2_and_says_how(run):
+    for words in ([], ["frobnicate"], ["show", run.channel, "-1"], ["apply", run.channel]):
+        done = command(*words)
+        assert done.returncode == 2
+        assert "usage: vllm-delta" in done.stderr
+    done = command("ls", "s3://bucket/x")
+    assert done.returncode == 2
+    assert "s3://bucket/x" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_documents_the_exit_status():
+    done = command("verify", "--help")
+    assert done.returncode == 0
+    assert "4 refetch" in " ".join(done.stdout.split())
+
+
+def test_a_base_that_is_no_checkpoint_is_told(run, capsys):
+    run.publish()
+    for name, data in (("config.json", b"{}"), ("model.safetensors", b"\x10" + b"\0" * 7 + b"{}")):
+        run.base.joinpath("model.safetensors").unlink(missing_ok=True)
+        run.base.joinpath(name).write_bytes(data)
+        status, _, error = told(capsys, "verify", run.channel, "--base", run.base)
+        assert status == 2
+        assert "safetensors" in error
+
+
+def test_a_reader_that_stops_reading_is_no_error(run):
+    run.publish()
+    words = [sys.executable, "-m", "vllm_delta.cli", "show", str(run.channel)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        error = process.stderr.read()
+    assert (process.returncode, error) == (0, b"")
+
+
+# Checkpoints
+
+
+def some_bits(specs) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    kinds = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+    return {
+        spec.name: rng.integers(0, 255, spec.shape).astype(kinds[spec.itemsize]) for spec in specs
+    }
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 40, 1 << 30])
+def test_a_checkpoint_is_read_back_whole_from_one_file_or_many(tmp_path, shard_bytes):
+    specs = (
+        TensorSpec("a", "BF16", (3, 5)),
+        TensorSpec("b", "F64", (2,)),
+        TensorSpec("c", "BOOL", ()),
+        TensorSpec("d", "F32", (0, 4)),
+        TensorSpec("e", "F8_E5M2", (7,)),
+    )
+    bits = some_bits(specs)
+    files = write_checkpoint(tmp_path / "out", specs, bits, shard_bytes=shard_bytes)
+    assert ("model.safetensors" in files) == (shard_bytes > 100)
+    back = read_checkpoint(tmp_path / "out")
+    assert sorted(back) == sorted(bits)
+    for name in bits:
+        assert back[name].dtype == bits[name].dtype
+        np.testing.assert_array_equal(back[name], bits[name], err_msg=name)
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        load_file(path)
+
+
+def test_a_full_disk_leaves_no_part_of_a_checkpoint(tmp_path):
+    import resource
+
+    specs = (TensorSpec("a", "BF16", (3, 5000)),)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(ChannelFullError):
+            write_checkpoint(tmp_path / "out", specs, some_bits(specs))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    specs = (TensorSpec("a", "BF16", (3,)),)
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(SettingsError):
+            write_checkpoint(out, specs, some_bits(specs))
+
+
+def test_exit_statuses_cover_every_action():
+    for kind in DeltaError.__subclasses__():
+        assert kind.action in cli.EXIT_CODES
