@@ -132,3 +132,33 @@ def test_import_of_the_package_stays_light(installed: Path, tmp_path: Path) -> N
 def test_kernels_folder_is_no_package() -> None:
     """An `__init__.py` in kernels/ would shadow Hugging Face's package of that name."""
     assert not (REPOSITORY / "kernels" / "__init__.py").exists()
+
+
+def make_environment(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Asks scripts/_env.sh for the environment in `folder`."""
+    return subprocess.run(
+        ["bash", str(REPOSITORY / "scripts" / "_env.sh"), "path"],
+        env={**os.environ, "VLLM_DELTA_VENV": str(folder)},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+
+
+def test_scripts_leave_a_folder_alone_that_is_no_environment(tmp_path: Path) -> None:
+    """A mistaken VLLM_DELTA_VENV is refused by name and nothing in it changes."""
+    (tmp_path / "thesis.txt").write_text("draft")
+    done = make_environment(tmp_path)
+    assert done.returncode != 0
+    assert str(tmp_path) in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_scripts_use_an_environment_they_did_not_make_as_it_is(tmp_path: Path) -> None:
+    """An environment of the user's own is taken, and nothing is installed into it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    done = make_environment(tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}\n")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bin", "python"]
