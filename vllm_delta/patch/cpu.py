@@ -48,7 +48,7 @@ class CpuBackend:
                 for step in {np.int8, SIGNED[itemsize]}:
                     self.run_pieces((np.uint32, step, UNSIGNED[itemsize]), _no_pieces(), 1, False)
 
-    def scan(self, walks: Iterable[Walk]) -> dict[int, int]:
+    def scan(self, walks: Sequence[Walk]) -> dict[int, int]:
         plans = _by_width([(walk, 0) for walk in walks])
         found: dict[int, int] = {}
         for itemsize, (table, jobs, owners) in plans.items():

@@ -248,6 +248,10 @@ def _backend_for(tensors: Iterable[torch.Tensor]) -> Backend:
     kinds = {device.type for device in devices}
     if kinds <= {"cpu"}:
         return CpuBackend()
+    if kinds == {"cuda"} and len(devices) == 1:
+        from vllm_delta.patch.gpu import GpuBackend  # triton, which a CPU does without
+
+        return GpuBackend(devices.pop())
     raise LayoutError(
         "weights must be in main memory, or all on one CUDA device",
         devices=sorted(map(str, devices)),

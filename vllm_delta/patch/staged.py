@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -101,7 +101,7 @@ class Backend(Protocol):
     def warm(self, itemsizes: Iterable[int]) -> None:
         """Compiles what weights of these widths need, so that no later call does."""
 
-    def scan(self, walks: Iterable[Walk]) -> dict[int, int]:
+    def scan(self, walks: Sequence[Walk]) -> dict[int, int]:
         """Rectangle index to the fingerprint of its resident bits."""
 
     def builder(self) -> Builder: ...

@@ -1,0 +1,63 @@
+"""Tensors with sentinels around them, on the device that the kernels run on."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+GUARD_BYTES = 256
+SENTINEL = 0x5A
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Guarded:
+    """A contiguous tensor between two guards; fresh memory is poison, not zero."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        n_bytes = values.numel() * values.element_size()
+        self._whole = torch.full(
+            (n_bytes + 2 * GUARD_BYTES,), SENTINEL, dtype=torch.uint8, device=DEVICE
+        )
+        inside = self._whole[GUARD_BYTES : GUARD_BYTES + n_bytes]
+        self.tensor = inside.view(values.dtype).view(values.shape)
+        self.tensor.copy_(values)
+        self.original = values.clone()
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+    @property
+    def guards_hold(self) -> bool:
+        edges = torch.cat([self._whole[:GUARD_BYTES], self._whole[-GUARD_BYTES:]])
+        return bool((edges == SENTINEL).all())
+
+    @property
+    def untouched(self) -> bool:
+        return self.guards_hold and torch.equal(self.tensor.cpu(), self.original)
+
+
+def random_bits(rng: np.random.Generator, n: int, width: int) -> torch.Tensor:
+    kind = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[width]
+    return torch.from_numpy(np.frombuffer(rng.bytes(n * width), kind).copy())
+
+
+def table(rows: list[list[int]], n_columns: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=DEVICE).reshape(-1, n_columns)
+
+
+def poisoned_sums(n: int) -> torch.Tensor:
+    """Sums that start anywhere: a kernel adds to what is there."""
+    return torch.full((n, 2), -0x5A5A5A5A5A5A5A5B, dtype=torch.int64, device=DEVICE)
+
+
+def flag(value: int) -> torch.Tensor:
+    return torch.full((1,), value, dtype=torch.int32, device=DEVICE)
+
+
+def added(sums: torch.Tensor) -> list[list[int]]:
+    """What was added to `poisoned_sums`, mod 2^64, as int64."""
+    return (sums.cpu() + 0x5A5A5A5A5A5A5A5B).tolist()
