@@ -165,6 +165,7 @@ def test_key_and_value_heads_are_replicated_over_ranks(probes) -> None:
         ("unknown", "model.norm.unknown", "loader fails"),
         ("missing", "model.norm.weight", "no tensor of the checkpoint"),
         ("dtype", "model.norm.weight", "float32"),
+        ("moved", "model.norm.weight", "another storage since"),
         ("unseen", "Module", "nobody saw"),
         ("dense packed", "model.layers.0.self_attn.qkv_proj.weight", "replaced"),
         ("experts packed", "model.layers.0.mlp.experts.routed_experts.w2_weight", "order"),

@@ -220,6 +220,9 @@ def refusals(
         "dtype": (*without, wide),
     }.items():
         yield case, refusal(model, config, Schema.of(tensors), rank)
+    moved = nn.Parameter(model.model.norm.weight.clone(), requires_grad=False)
+    with swapped(model.model.norm, "_parameters", {"weight": moved}):
+        yield "moved", refusal(model, config, schema, rank)
     other = nn.Module()
     other.load_weights = model.load_weights
     yield "unseen", refusal(other, config, schema, rank)

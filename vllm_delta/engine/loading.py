@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vllm_delta.engine import cpu
-from vllm_delta.engine.copies import Home, find_homes
+from vllm_delta.engine.copies import find_homes
 
 _SAMPLES = 4096
 _DEPTH = 6
@@ -32,11 +32,13 @@ class LoadReport:
     """What became of the weights between loading and serving.
 
     Args:
+        addresses: of every storage of parameters and buffers, when all was done.
         permutations: storage address to the permutation that was applied there.
         unexplained: storage address to what happened there that is not understood.
         problems: what is wrong with the model as a whole: name and reason.
     """
 
+    addresses: frozenset[int]
     permutations: Mapping[int, cpu.Digits]
     unexplained: Mapping[int, str]
     problems: tuple[tuple[str, str], ...]
@@ -54,7 +56,8 @@ class Body:
     def is_constant(self) -> bool:
         """Whether all sampled elements are alike, so that moving them would not show."""
         n = self.form[-1]
-        return bool(self.sample == self.sample[:n] * (len(self.sample) // n))
+        n_sampled = len(self.sample) // n
+        return bool(n_sampled > 1 and self.sample == self.sample[:n] * n_sampled)
 
     def has_the_value_of(self, other: Body | None) -> bool:
         return other is not None and (self.form, self.sample) == (other.form, other.sample)
@@ -62,9 +65,15 @@ class Body:
 
 @dataclass(frozen=True)
 class Look:
-    """The model's tensors at one moment: by storage address, by name, and the private ones."""
+    """The model's tensors at one moment; holds none of them alive.
 
-    homes: Mapping[int, Home]
+    Args:
+        homes: storage address to the first name that uses it.
+        named: name of a parameter or buffer to its body.
+        private: path to a tensor that is neither, nor a view of one, to its body.
+    """
+
+    homes: Mapping[int, str]
     named: Mapping[str, Body]
     private: Mapping[str, Body]
 
@@ -95,7 +104,7 @@ def look(model: nn.Module) -> Look:
         for path, tensor in _held_tensors(model)
         if tensor.untyped_storage().data_ptr() not in homes
     }
-    return Look(homes, named, private)
+    return Look({address: home.name for address, home in homes.items()}, named, private)
 
 
 def compare(before: Look, after: Look, packed: Mapping[int, cpu.Digits]) -> LoadReport:
@@ -105,8 +114,8 @@ def compare(before: Look, after: Look, packed: Mapping[int, cpu.Digits]) -> Load
         packed: storage address to the permutation of tensors whose packing is understood.
     """
     unexplained: dict[int, str] = {}
-    for address, home in after.homes.items():
-        old, new = before.named.get(home.name), after.named[home.name]
+    for address, name in after.homes.items():
+        old, new = before.named.get(name), after.named[name]
         if reason := _difference(old, new, is_packed=address in packed):
             unexplained[address] = reason
     problems = [
@@ -122,7 +131,7 @@ def compare(before: Look, after: Look, packed: Mapping[int, cpu.Digits]) -> Load
         and not body.has_the_value_of(before.private.get(path))
     ]
     permutations = {address: packed[address] for address in packed if address in after.homes}
-    return LoadReport(permutations, unexplained, tuple(problems))
+    return LoadReport(frozenset(after.homes), permutations, unexplained, tuple(problems))
 
 
 def _difference(old: Body | None, new: Body, *, is_packed: bool) -> str | None:

@@ -83,7 +83,10 @@ def _composed(copies: Copies, report: LoadReport, schema: Schema) -> Iterator[Re
     """The rectangles after what vLLM did to the storages they are in."""
     for address, rectangles in copies.rectangles.items():
         home = copies.homes[address]
-        if reason := report.unexplained.get(address):
+        reason = report.unexplained.get(address)
+        if address not in report.addresses:
+            reason = "it moved to another storage since it was loaded"
+        if reason:
             raise LayoutError(f"cannot be patched in place: {reason}", name=home.name)
         digits = report.permutations.get(address)
         for rectangle in rectangles:
