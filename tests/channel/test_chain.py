@@ -20,6 +20,7 @@ from vllm_delta.errors import (
     ChainError,
 )
 from vllm_delta.format import (
+    HEAD_KEY,
     MAX_SEQ,
     BlobRef,
     Version,
@@ -53,6 +54,41 @@ def test_a_gap_is_named() -> None:
     with pytest.raises(ChainError, match="missing") as caught:
         reader.read_from_anchor(tail)
     assert caught.value.seq == 4
+    previous = list(reader.read_chain(1, 3))[-1]
+    with pytest.raises(ChainError, match="missing") as caught:
+        reader.read_next(previous)
+    assert (caught.value.seq, caught.value.last) == (4, 7)
+
+
+@pytest.mark.parametrize("head", [b'{"seq":5}', b'{"seq":6}', b'{"seq":999999999999}', b"x", None])
+def test_a_forged_head_makes_no_gap(head: bytes | None) -> None:
+    store = MemoryStore()
+    log = Log(store)
+    begin(log, 2)
+    if head is None:
+        store.delete([HEAD_KEY])
+    else:
+        store.put(HEAD_KEY, head)
+    assert Log(store).read_next(log.position) is None
+
+
+def test_a_record_that_comes_between_two_reads_is_no_gap() -> None:
+    class Late(MemoryStore):
+        hidden = True
+
+        def get(self, key: str, *, max_bytes: int) -> bytes | None:
+            if key == manifest_key(4) and self.hidden:
+                self.hidden = False
+                return None
+            return super().get(key, max_bytes=max_bytes)
+
+    store = Late()
+    store.hidden = False
+    log = Log(store)
+    begin(log, 3)
+    store.hidden = True
+    third = log.read(3)
+    assert log.read_next(third) == log.read(4)
 
 
 def test_a_record_of_another_channel_is_refused() -> None:

@@ -23,6 +23,7 @@ from vllm_delta.errors import (
     FencedError,
 )
 from vllm_delta.format import (
+    HEAD_KEY,
     manifest_key,
     seal,
 )
@@ -129,6 +130,28 @@ def test_settling_writes_the_same_bytes_where_nothing_landed() -> None:
     assert log.settle() == pending == log.tail()
     faulty.deliver()
     assert log.tail() == pending
+
+
+def test_an_interrupt_after_the_write_leaves_something_to_settle() -> None:
+    class Interrupted(MemoryStore):
+        armed = False
+
+        def put(self, key: str, data: bytes) -> None:
+            if self.armed and key == HEAD_KEY:
+                self.armed = False
+                raise KeyboardInterrupt
+            super().put(key, data)
+
+    store = Interrupted()
+    log = Log(store)
+    begin(log)
+    store.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        append_delta(log, START, 0, 1)
+    pending = log.in_doubt
+    assert pending is not None
+    assert log.settle() == pending == log.tail() == log.position
+    append_delta(log, moved(START, 0, 1), 0, 1)
 
 
 def test_settling_may_show_that_another_trainer_came_first() -> None:

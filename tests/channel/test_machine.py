@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.channel.toy import START, Weights, append_anchor, append_delta, moved, replay, root_of
-from vllm_delta.channel import Log, Record
+from vllm_delta.channel import Log, Record, verify_link
 from vllm_delta.channel.chain import parse_record
 from vllm_delta.channel.log import COMMIT_ATTEMPTS
 from vllm_delta.errors import ChannelError, DigestError, FencedError
@@ -73,13 +73,22 @@ class Channel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = Witness()
-        self.trainers = [Trainer(self.store, name) for name in "ab"]
+        self.n_trainers = 0
+        self.trainers = [self.new_trainer(), self.new_trainer()]
+        self.log: list[Record] = []
         self.ghosts: list[FaultyChannel] = []
         self.truth: dict[str, Weights] = {root_of(START): START}
         self.acknowledged: dict[int, bytes] = {}
         self.reader = FaultyChannel(self.store)
         self.seen: Record | None = None
         self.shown: Weights | None = None
+
+    def new_trainer(self) -> Trainer:
+        self.n_trainers += 1
+        return Trainer(self.store, f"trainer {self.n_trainers}")
+
+    def landed_after(self, record: Record) -> tuple[bytes, int]:
+        return self.store.landed[record.seq], record.seq + 1
 
     @contextlib.contextmanager
     def suffering(self, number: int, faults: list[Any]) -> Iterator[Trainer]:
@@ -90,9 +99,11 @@ class Channel(RuleBasedStateMachine):
             yield trainer
         except SimulatedCrash:
             self.ghosts.append(trainer.channel)  # what the dead had sent may still arrive
-            self.trainers[number] = Trainer(self.store, trainer.name)
+            self.trainers[number] = self.new_trainer()
         except FencedError:
             assert trainer.owns, "fenced without ever having owned"
+            taken = parse_record(*self.landed_after(trainer.log.position))
+            assert taken.manifest.writer != trainer.name, "fenced by its own record"
             trainer.fenced = True
         except (ChannelError, DigestError):
             pass
@@ -181,25 +192,20 @@ class Channel(RuleBasedStateMachine):
             assert weights is None or weights == self.truth[tail.manifest.target.root]
 
     @invariant()
-    def acknowledged_records_stay(self) -> None:
-        for seq, envelope in self.acknowledged.items():
-            assert self.store.landed[seq - 1] == envelope
-            assert self.store.get(manifest_key(seq), max_bytes=1 << 20) == envelope
-
-    @invariant()
-    def the_log_verifies_and_its_blobs_are_there(self) -> None:
+    def what_landed_continues_the_log_and_its_blobs_are_there(self) -> None:
         log = Log(self.store)
-        for record in log.read_chain(1, len(self.store.landed)):
+        for seq in range(len(self.log) + 1, len(self.store.landed) + 1):
+            record = parse_record(self.store.landed[seq - 1], seq)
+            verify_link(self.log[-1] if self.log else None, record)
             for ref in record.manifest.blobs:
                 log.get_blob(ref)
+            self.log.append(record)
 
-    @invariant()
-    def each_epoch_has_one_writer_and_only_the_newest_writes(self) -> None:
-        epoch = 0
-        for seq, envelope in enumerate(self.store.landed, 1):
-            manifest = parse_record(envelope, seq).manifest
-            assert manifest.epoch == epoch + (manifest.kind == "fence")
-            epoch = manifest.epoch
+    def teardown(self) -> None:
+        for seq, envelope in self.acknowledged.items():
+            assert self.store.get(manifest_key(seq), max_bytes=1 << 20) == envelope
+        last = len(self.store.landed)
+        assert list(Log(self.store).read_chain(1, last)) == self.log
 
     @invariant()
     def a_reader_shows_a_published_version(self) -> None:

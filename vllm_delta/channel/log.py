@@ -205,12 +205,13 @@ class Log(LogReader):
                 failure = error
                 continue
             if found is not None:
+                won = found == record.envelope
+                if won:
+                    self._position = record
+                    self._put_head(record.seq)
+                # Last, so that an interrupt before this leaves something to settle.
                 self._in_doubt = None
-                if found != record.envelope:
-                    return False
-                self._position = record
-                self._put_head(record.seq)
-                return True
+                return won
             if failure is not None and failure.action != "retry":
                 self._in_doubt = None
                 raise failure

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vllm_delta.channel.chain import Record, parse_record, verify_link
 from vllm_delta.channel.store import Store
-from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES, find_tail
+from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES, find_tail, is_there, read_head
 from vllm_delta.errors import ChainError, ChannelError, DigestError
 from vllm_delta.format import MAX_SEQ, BlobRef, blob_key, digest, manifest_key
 
@@ -47,10 +47,25 @@ class LogReader:
         return record
 
     def read_next(self, previous: Record | None) -> Record | None:
-        """The verified record after `previous` (None: the log's first), or None: nothing new."""
-        record = self.read(1 if previous is None else previous.seq + 1)
-        if record is not None:
-            verify_link(previous, record)
+        """The verified record after `previous` (None: the log's first), or None: nothing new.
+
+        Raises:
+            ChainError: it does not continue `previous`, or it is missing though there are later
+                ones, which `head` shows.
+        """
+        seq = 1 if previous is None else previous.seq + 1
+        record = self.read(seq)
+        if record is None:
+            hint = read_head(self.store)
+            if hint is None or hint < seq:
+                return None
+            # Perhaps it came since; else `head` is believed only if it names a record.
+            record = self.read(seq)
+            if record is None:
+                if hint > seq and is_there(self.store, hint):
+                    raise ChainError("a record is missing from the chain", seq=seq, last=hint)
+                return None
+        verify_link(previous, record)
         return record
 
     def read_chain(

@@ -32,7 +32,7 @@ def find_tail(store: Store) -> int:
     Raises:
         ChannelError: the store cannot be reached.
     """
-    hint = _read_head(store)
+    hint = read_head(store)
     low = hint if hint and is_there(store, hint) else 0
     stride = 1
     while low + stride <= MAX_SEQ and is_there(store, low + stride):
@@ -56,7 +56,8 @@ def is_there(store: Store, seq: int) -> bool:
         return True
 
 
-def _read_head(store: Store) -> int | None:
+def read_head(store: Store) -> int | None:
+    """The record number that `head` names, if it holds one; believed by nobody."""
     try:
         data = store.get(HEAD_KEY, max_bytes=_MAX_HEAD_BYTES)
     except (DigestError, FormatError):
