@@ -42,6 +42,12 @@ class Committer:
         self.ages = KvAges(core, salted=policy == "fresh")
         self._history: list[tuple[Version, list[int]]] = []
 
+    def reopen(self, ledger: Ledger, policy: str) -> None:
+        """Follows another channel, or the same one anew."""
+        self.ledger, self.policy = ledger, policy
+        self.ages.salted = policy == "fresh"
+        self._history.clear()
+
     def commit(self, steps: Sequence[Mapping[str, Any]], first: Sequence[int]) -> Any:
         """Applies versions in order under one pause; the last that fits is what is served.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -13,17 +14,17 @@ from vllm.logger import init_logger
 
 from vllm_delta.channel import open_channel
 from vllm_delta.engine.calls import Port
-from vllm_delta.engine.driver import Committed, Driver
+from vllm_delta.engine.driver import Driver
 from vllm_delta.engine.metrics import Metrics
 from vllm_delta.engine.pilot import Pilot
 from vllm_delta.engine.settings import Settings
 from vllm_delta.engine.spacing import Spacing
-from vllm_delta.errors import DeltaError, EngineError
+from vllm_delta.engine.standing import Standing, plain
+from vllm_delta.errors import DeltaError, EngineError, SettingsError
 from vllm_delta.format import Version
 
 logger = init_logger(f"vllm.{__name__}")
 
-_LONGEST_BACKOFF_S = 60.0
 _HOPELESS = ("fix", "upgrade", "stop")
 
 
@@ -51,8 +52,6 @@ class Follower:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._metrics = metrics
-        self._clock = clock
         self._monotonic = monotonic
         self._stopped = threading.Event()
         self._wake = threading.Event()
@@ -60,15 +59,17 @@ class Follower:
         self._commands = queue.SimpleQueue()
         self._driver = Driver(port, settings, metrics=metrics, sleep=self._sleep)
         self._spacing = Spacing(settings, monotonic)
+        self._standing = Standing(
+            self._driver,
+            self._spacing,
+            metrics,
+            first_backoff_s=settings.poll_interval_s,
+            clock=clock,
+            monotonic=monotonic,
+        )
         self._pilot: Pilot | None = None
         self._state = "starting" if settings.channel else "no channel"
-        self._error: dict[str, Any] | None = None
-        self._last_error: dict[str, Any] | None = None
-        self._last_commit: dict[str, Any] | None = None
-        self._lag: tuple[int, float | None] = (0, None)
         self._scanned_at = monotonic()
-        self._n_failures = 0
-        self._retry_at = 0.0
 
     def run(self) -> None:
         """Follows until `stop`; for a thread of its own."""
@@ -104,18 +105,22 @@ class Follower:
         if self._stopped.wait(seconds):
             raise EngineError("the follower was stopped")
 
-    def cycle(self) -> None:
-        """Looks at the channel once and goes as far as it may; errors end up in `status`."""
+    def cycle(self, *, eager: bool = False) -> None:
+        """Looks at the channel once and goes as far as it may; errors end up in `status`.
+
+        Args:
+            eager: try again now what failed a moment ago.
+        """
         if self._state in ("no channel", "refused"):
             return
         try:
-            if self._look() and self._monotonic() >= self._retry_at:
+            if self._look() and (eager or self._standing.may_retry):
                 self._scan_if_due()
                 self._steer().advance()
                 if self._caught_up():
-                    self._succeed()
+                    self._standing.succeed()
         except DeltaError as error:
-            self._fail(error)
+            self._standing.fail(error)
         self._settle()
 
     def _steer(self) -> Pilot:
@@ -128,8 +133,8 @@ class Follower:
                 self._driver,
                 self._settings,
                 self._spacing,
-                note=self._note,
-                report=self._report,
+                note=self._standing.note,
+                report=self._standing.report,
             )
         return self._pilot
 
@@ -137,7 +142,7 @@ class Follower:
         """Reads the channel and the core's state; whether there is a version to hold."""
         pilot = self._steer()
         if pilot.look():
-            self._retry_at = 0.0
+            self._standing.retry_now()
         if pilot.subscriber.newest is None:
             return False
         self._attach(pilot)
@@ -186,6 +191,20 @@ class Follower:
         """
         return self._command(Pilot.verify)
 
+    def take(self, channel: str) -> None:
+        """Follows ``channel``, but goes only where `apply` says.
+
+        Raises:
+            SettingsError: another channel is followed already.
+        """
+        if self._settings.channel not in (None, channel):
+            raise SettingsError(
+                "another channel is followed already", field="channel", value=channel
+            )
+        if self._settings.channel is None:
+            self._settings = dataclasses.replace(self._settings, channel=channel)
+            self._state, self._steer().held = "starting", True
+
     def _command(self, command: Callable[[Pilot], Any]) -> dict[str, Any]:
         if self._state in ("no channel", "refused"):
             raise EngineError("no channel is followed", state=self._state)
@@ -194,80 +213,31 @@ class Follower:
                 raise EngineError("nothing is published yet", state=self._state)
             command(self._steer())
         except DeltaError as error:
-            self._fail(error)
+            self._standing.fail(error)
             raise
         else:
-            self._succeed()
+            self._standing.succeed()
         finally:
             self._settle()
-        return {"version": _plain(self._driver.resident), "state": self._state}
-
-    def _note(self, done: Committed) -> None:
-        if not done.versions:
-            return
-        self._spacing.committed()
-        self._last_commit = {
-            "versions": [version.number for version in done.versions],
-            "at": self._clock(),
-            "payload_bytes": done.n_bytes,
-            "stage_s": done.stage_s,
-            "check_ms": 1e3 * done.check_s,
-            "apply_ms": 1e3 * done.apply_s,
-            "pause_ms": 1e3 * done.pause_s,
-        }
-        logger.info("Version %s, paused for %.1f ms.", done.versions[-1], 1e3 * done.pause_s)
-
-    def _succeed(self) -> None:
-        self._error, self._n_failures, self._retry_at = None, 0, 0.0
-
-    def _fail(self, error: DeltaError) -> None:
-        self._report(error)
-        self._n_failures += 1
-        backoff_s = self._settings.poll_interval_s * 2.0 ** min(self._n_failures, 16)
-        self._retry_at = self._monotonic() + min(backoff_s, _LONGEST_BACKOFF_S)
-
-    def _report(self, error: DeltaError) -> None:
-        self._error = self._last_error = {**error.to_dict(), "at": self._clock()}
-        self._metrics.errors.labels(kind=type(error).__name__).inc()
-        logger.warning("Still serving version %s: %s", self._driver.resident, error)
+        return {"version": plain(self._driver.resident), "state": self._state}
 
     def _caught_up(self) -> bool:
         return self.newest == self._driver.resident and not self._steer().damaged
 
     def _settle(self) -> None:
-        """Brings state, lag and gauges up to date."""
         if self._state not in ("no channel", "refused"):
             self._state = self._describe()
-        self._lag = self._measure_lag()
-        driver, metrics = self._driver, self._metrics
-        metrics.version.set(-1 if driver.resident is None else driver.resident.number)
-        metrics.lag_versions.set(self._lag[0])
-        metrics.lag_s.set(self._lag[1] or 0.0)
-        metrics.kv_age.set(driver.core.get("oldest_kv_versions") or 0)
-        metrics.spacing_s.set(self._spacing.interval_s)
-        metrics.recompute_share.set(self._spacing.share)
-        metrics.fenced.set(driver.fenced)
+        self._standing.measure(self._pilot)
 
     def _describe(self) -> str:
         pilot = self._pilot
         if pilot is None or not self._driver.attached:
-            return "starting" if self._error else "waiting for the channel"
+            return "starting" if self._standing.error else "waiting for the channel"
         if self._driver.fenced:
             return "fenced"
         if pilot.damaged:
             return "damaged"
-        return "following" if pilot.pinned is None else "pinned"
-
-    def _measure_lag(self) -> tuple[int, float | None]:
-        resident, newest = self._driver.resident, self.newest
-        if self._pilot is None or newest is None or newest == resident:
-            return 0, None
-        n_versions = newest.number - (-1 if resident is None else resident.number)
-        try:
-            chain = self._pilot.plan()
-        except DeltaError:
-            return n_versions, None
-        return n_versions, self._clock() - chain[0].time if chain else None
+        return "pinned" if pilot.held else "following"
 
     @property
     def fenced(self) -> bool:
@@ -281,24 +251,11 @@ class Follower:
 
     def status(self) -> dict[str, Any]:
         """How things stand, as plain values, without asking the engine."""
-        core = self._driver.core
         return {
             "state": self._state,
             "channel": self._settings.channel,
-            "version": _plain(self._driver.resident),
-            "newest": _plain(self.newest),
-            "pinned": _plain(None if self._pilot is None else self._pilot.pinned),
-            "lag_versions": self._lag[0],
-            "lag_s": self._lag[1],
+            "newest": plain(self.newest),
+            "pinned": self._pilot is not None and self._pilot.held,
             "kv_policy": self._settings.kv_policy,
-            "wait_s": self._spacing.wait_s,
-            "last_commit": self._last_commit,
-            "error": self._error,
-            "last_error": self._last_error,
-            **{key: core.get(key) for key in ("weight_version", "pause", "fence", "sleeping")},
-            "oldest_kv_versions": core.get("oldest_kv_versions"),
+            **self._standing.as_dict(),
         }
-
-
-def _plain(version: Version | None) -> dict[str, Any] | None:
-    return None if version is None else {"number": version.number, "root": version.root}

@@ -24,7 +24,7 @@ class KvAges:
 
     def __init__(self, core: Any, *, salted: bool) -> None:
         self._core = core
-        self._salted = salted
+        self.salted = salted
         # Unguessable, so that no request's own salt can name an older commit's KV.
         self._secret = uuid.uuid4().hex
         self._n_commits = 0
@@ -45,7 +45,7 @@ class KvAges:
         """
         self._n_commits += 1
         self._number = version.number
-        if self._salted:
+        if self.salted:
             self._prefix = f"{self._secret} {self._n_commits}|"
         for request in self._core.scheduler.requests.values():
             if recomputed:

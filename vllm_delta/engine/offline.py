@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_delta.engine import plugin, utilities
+from vllm_delta.engine import plugin, transfer, utilities
 from vllm_delta.engine.calls import Answer
 from vllm_delta.engine.follower import Follower
 from vllm_delta.engine.metrics import Metrics
 from vllm_delta.engine.settings import Settings, read_settings
-from vllm_delta.errors import DeltaError, SettingsError
+from vllm_delta.errors import DeltaError, EngineError, SettingsError
 
 _ENTRANCES = ("generate", "chat", "enqueue", "enqueue_chat")
 
@@ -32,16 +32,24 @@ class LocalPort:
             utilities.install()
 
     def rpc(self, method: str, *args: Any) -> list[Answer]:
-        answers: list[Answer] = self._llm.collective_rpc(method, args=args)
+        answers: list[Answer] = _answered(lambda: self._llm.collective_rpc(method, args=args))
         return answers
 
     def utility(self, method: str, *args: Any) -> Answer:
-        answer: Answer
+        client = self._llm.llm_engine.engine_core
         if self._core is not None:
-            answer = getattr(self._core, method)(*args)
+            call = functools.partial(getattr(self._core, method), *args)
         else:
-            answer = self._llm.llm_engine.engine_core.call_utility(method, *args)
+            call = functools.partial(client.call_utility, method, *args)
+        answer: Answer = _answered(call)
         return answer
+
+
+def _answered(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        raise EngineError("the engine did not answer", reason=repr(error)) from error
 
 
 class Follow:
@@ -58,6 +66,8 @@ class Follow:
         self._originals = {name: getattr(llm, name) for name in _ENTRANCES}
         for name, original in self._originals.items():
             setattr(llm, name, self._stepping(original))
+        if transfer.is_configured(llm.llm_engine.vllm_config):
+            transfer.open_local_door(llm, self._follower)
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -77,7 +87,7 @@ class Follow:
         Raises:
             DeltaError: something newer could not be taken; the last good version stays.
         """
-        self._follower.cycle()
+        self._follower.cycle(eager=True)
         if (error := self._follower.status()["error"]) is not None:
             raise DeltaError.from_dict(error)
         return self._follower.status()
@@ -100,7 +110,7 @@ class Follow:
 
     def close(self) -> None:
         """Stops following; the weights stay at their version."""
-        for name in self._originals:
+        for name in (*_ENTRANCES, "init_weight_transfer_engine", "update_weights"):
             self._llm.__dict__.pop(name, None)
 
 

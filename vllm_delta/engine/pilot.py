@@ -9,12 +9,16 @@ from vllm_delta.engine.driver import Committed, Driver
 from vllm_delta.engine.settings import Settings
 from vllm_delta.engine.spacing import Spacing
 from vllm_delta.errors import BaseMismatchError, DeltaError
-from vllm_delta.format import Manifest, Version
+from vllm_delta.format import Manifest
 from vllm_delta.subscriber import Subscriber
 
 
 class Pilot:
     """Steers one engine along one channel. Blocking, for one thread.
+
+    Attributes:
+        held: it goes only where it is told to.
+        damaged: resident weights are not what they should be.
 
     Args:
         store: the channel.
@@ -36,7 +40,7 @@ class Pilot:
         report: Callable[[DeltaError], None],
     ) -> None:
         self.subscriber = Subscriber(store)
-        self.pinned: Version | None = None
+        self.held = False
         self.damaged = False
         self._store = store
         self._driver = driver
@@ -72,12 +76,12 @@ class Pilot:
 
     def advance(self) -> None:
         """Does the next thing that brings the engine to the newest version, if it may now."""
-        if self._driver.fenced or (self.damaged and self.pinned is None):
+        if self._driver.fenced or (self.damaged and not self.held):
             if not self._reseed(None):
                 raise BaseMismatchError(
                     "weights are damaged and the channel has no anchor to load; publish one"
                 )
-        elif self.pinned is None and (chain := self.plan()):
+        elif not self.held and (chain := self.plan()):
             batch = chain if chain[0].kind == "anchor" else chain[: self._settings.stage_ahead]
             if self._spacing.wait_s > 0 and self._driver.resident is not None:
                 self._driver.stage(batch)
@@ -157,7 +161,7 @@ class Pilot:
         Raises:
             DeltaError: it could not; what was resident still is.
         """
-        self.pinned = None
+        self.held = False
         while not self._driver.fenced and self._before(number):
             self._driver.rollback()
         while chain := self.subscriber.plan(self._driver.resident, number=number):
@@ -166,8 +170,7 @@ class Pilot:
             self._note(done)
             if done.failure is not None:
                 raise done.failure
-        if number is not None:
-            self.pinned = self._driver.resident
+        self.held = number is not None
 
     def _before(self, number: int | None) -> bool:
         """Whether ``number`` lies before the resident version and a rollback leads towards it."""
@@ -185,7 +188,8 @@ class Pilot:
         Raises:
             EngineError: it is not kept.
         """
-        self.pinned = self._driver.rollback()
+        self._driver.rollback()
+        self.held = True
 
     def verify(self) -> str:
         """Scans all resident weights; the root they have.

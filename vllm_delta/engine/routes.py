@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_delta.engine import transfer
 from vllm_delta.engine.calls import Answer, new_call
 from vllm_delta.engine.follower import Follower
 from vllm_delta.engine.metrics import Metrics
@@ -81,6 +82,8 @@ class DeltaEndpoints:
         follower = Follower(port, self._settings, metrics=Metrics())
         state.delta_follower = follower
         _guard_health(engine_client, follower)
+        if transfer.is_configured(engine_client.vllm_config):
+            transfer.open_server_door(engine_client, follower)
         threading.Thread(target=follower.run, name="delta-follower", daemon=True).start()
 
 

@@ -74,7 +74,7 @@ def delta_open(
     if committer is None:
         committer = self._delta_committer = Committer(self, ledger, policy)
     else:
-        committer.ledger = ledger
+        committer.reopen(ledger, policy)
     if ledger.version is not None:
         self.set_weight_version(str(ledger.version))
     return dict(committer.state())

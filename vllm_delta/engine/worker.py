@@ -138,7 +138,7 @@ class WorkerExtension:
         return {"version": None, "verdict": "unknown"} if rank is None else rank.status()
 
     def _delta_rank(self) -> Rank:
-        rank = self.__dict__.get("_delta_state")
+        rank: Rank | None = self.__dict__.get("_delta_state")
         if rank is None:
             raise EngineError("the rank is not attached to a channel")
         return rank
