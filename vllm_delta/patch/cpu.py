@@ -45,7 +45,7 @@ class CpuBackend:
             bits = np.empty(0, UNSIGNED[itemsize])
             loops.walk_jobs(walks, jobs, bits, loops.SCAN, _no_sums(0))
             if itemsize <= 4:
-                for step in {np.int8, SIGNED[itemsize]}:
+                for step in {SIGNED[1], SIGNED[itemsize]}:
                     self.run_pieces((np.uint32, step, UNSIGNED[itemsize]), _no_pieces(), 1, False)
 
     def scan(self, walks: Sequence[Walk]) -> dict[int, int]:

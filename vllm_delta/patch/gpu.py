@@ -40,7 +40,8 @@ class GpuBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._uploads = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._uploads = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._walks: Sequence[Walk] = ()
         self._jobs: list[tuple[int, torch.Tensor]] = []
 
@@ -104,7 +105,7 @@ class GpuBackend:
         Args:
             places: rectangle index to the row of the sums that it counts to.
         """
-        rows: dict[int, list[tuple[int, ...]]] = {}
+        rows: dict[int, list[list[int]]] = {}
         for walk, buffer in walks:
             itemsize = walk.storage.itemsize
             seeds = _signed(walk.row_seed), _signed(walk.col_seed)
@@ -112,8 +113,8 @@ class GpuBackend:
                 for g in whole.cut(_ROWS, LANES):
                     address = walk.storage.address + g.offset * itemsize
                     source = g.row, g.row_step, g.col, g.col_step, g.n_rows, g.n_cols
-                    row = (address, g.row_stride, g.col_stride, *source, *seeds)
-                    row += (places[walk.index], buffer + g.at * itemsize, g.pitch)
+                    row = [address, g.row_stride, g.col_stride, *source, *seeds]
+                    row += [places[walk.index], buffer + g.at * itemsize, g.pitch]
                     rows.setdefault(itemsize, []).append(row)
         return [(n, self.upload(np.array(table, np.int64))) for n, table in rows.items()]
 

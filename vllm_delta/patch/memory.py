@@ -13,7 +13,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def pointer(typing_context: Any, address: Any) -> Any:
     """`pointer(address)`: an integer address as a void pointer, for `numba.carray`."""
 
@@ -24,7 +24,7 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 
 def _prefetch(for_write: bool) -> Any:
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def prefetch(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             i32 = ir.IntType(32)
