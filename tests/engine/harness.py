@@ -155,7 +155,10 @@ class LocalEngine:
         return self._followed
 
     def end(self) -> None:
-        """Stops following."""
+        """Stops following, and leaves nothing running or paused."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        self.core.resume_scheduler()
         if self._followed is not None:
             self._followed.close()
             self._followed = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -25,6 +26,7 @@ from vllm_delta.format import Version
 
 logger = init_logger(f"vllm.{__name__}")
 
+_RECOMPUTE_POLL_S = 0.05
 _HOPELESS = ("fix", "upgrade", "stop")
 
 
@@ -76,7 +78,9 @@ class Follower:
         while not self._stopped.is_set():
             self._run_commands()
             self.cycle()
-            self._wake.wait(self._settings.poll_interval_s)
+            # The end of a recompute is only seen by looking.
+            at_most_s = _RECOMPUTE_POLL_S if self._spacing.recomputing else math.inf
+            self._wake.wait(min(self._settings.poll_interval_s, at_most_s))
             self._wake.clear()
 
     def stop(self) -> None:

@@ -24,10 +24,10 @@ class Spacing:
         self._committed_at: float | None = None
         self._recomputed_at: float | None = None
 
-    def committed(self) -> None:
-        """A commit ended now."""
+    def committed(self, n_recomputing: int) -> None:
+        """A commit ended now, and so many requests must be prefilled again."""
         self._committed_at = self._clock()
-        self._recomputed_at = None if self._settings.kv_policy == "reset" else self._committed_at
+        self._recomputed_at = None if n_recomputing else self._committed_at
 
     def observe(self, n_recomputing: int) -> None:
         """So many requests have not got back to where the last commit caught them."""

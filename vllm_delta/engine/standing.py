@@ -69,7 +69,7 @@ class Standing:
         """Takes note of a commit."""
         if not done.versions:
             return
-        self._spacing.committed()
+        self._spacing.committed(self._driver.n_recomputing)
         self._last_commit = {
             "versions": [version.number for version in done.versions],
             "at": self._clock(),
