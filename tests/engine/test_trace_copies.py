@@ -164,6 +164,15 @@ def rebound(model: Model, a: torch.Tensor) -> None:
     model.w.data = torch.zeros(4, 6)
 
 
+def test_a_parameter_of_another_type_is_refused() -> None:
+    """A copy that would convert is refused by the tensor's name, and says both types."""
+    model = Model(plain)
+    model.v = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False)
+    with pytest.raises(LayoutError, match=r"float64, the checkpoint has torch\.float32") as caught:
+        trace_copies(model, SCHEMA)
+    assert caught.value.name == "b"
+
+
 @pytest.mark.parametrize(
     ("load", "name", "message"),
     [
