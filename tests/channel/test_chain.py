@@ -216,6 +216,17 @@ def test_a_channel_without_an_anchor_verifies_from_its_first_record() -> None:
     assert [record.seq for record in reader.read_from_anchor(reader.tail())] == [1, 2]
 
 
+def test_a_tail_replaced_while_its_chain_is_read_is_refused() -> None:
+    store = MemoryStore()
+    log = Log(store)
+    begin(log, 2)
+    tail = log.tail()
+    plant(store, 4, time=1.0)
+    with pytest.raises(ChainError, match="replaced"):
+        log.read_from_anchor(tail)
+    assert log.read_from_anchor(log.tail())[-1].manifest.time == 1.0
+
+
 def test_a_tail_that_names_a_false_anchor_is_refused() -> None:
     store = MemoryStore()
     begin(Log(store), 2)
