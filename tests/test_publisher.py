@@ -16,6 +16,7 @@ from torch import nn
 
 import vllm_delta.publisher as publisher_module
 from vllm_delta.channel import Log
+from vllm_delta.checkpoint import read_checkpoint
 from vllm_delta.errors import (
     ChannelError,
     ChannelFullError,
@@ -246,6 +247,29 @@ def test_views_that_only_overlap_are_not_one_tensor():
     assert len(publisher.schema) == 3
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
+def test_a_transformers_model_is_published_as_it_would_be_saved(kind, tied, tmp_path):
+    """Names, types and bits of `save_pretrained`, from fp32 masters; fused experts taken apart."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if kind == "Qwen3Moe":
+        sizes |= {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = getattr(transformers, f"{kind}Config")(**sizes, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    store = MemoryStore()
+    publisher = Publisher(store, model, dtype=BF16)
+    n_changed = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[::7] += 1
+            n_changed += parameter.view(-1)[::7].numel()
+    assert publisher.publish().n_changed == n_changed
+    model.to(BF16).save_pretrained(tmp_path)
+    assert_same(read(store), read_checkpoint(tmp_path))
+
+
 # A model that cannot be published
 
 
@@ -390,11 +414,18 @@ def test_the_older_of_two_trainers_stops_for_good():
     store, net, events = MemoryStore(), Net(), []
     older = Publisher(store, net, dtype=BF16, hooks=[events.append])
     newer = Publisher(store, net, dtype=BF16)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     nudge(net)
     for call in (older.publish, older.publish, older.anchor):
         with pytest.raises(FencedError):
             call()
-    assert [event.operation for event in events if isinstance(event, Failed)][-1] == "anchor"
+    after = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    net.load_state_dict(before)
+    with pytest.raises(FencedError):
+        older.publish()  # nothing changed, and still it says so
+    net.load_state_dict(after)
+    failed = [event.operation for event in events if isinstance(event, Failed)]
+    assert failed == ["publish", "publish", "anchor", "publish"]
     assert newer.publish().version.number == 1
     assert_same(read(store), expected(net))
 

@@ -99,7 +99,7 @@ class Publisher:
         if tail is not None:
             self._check_schema(tail.manifest)
         self._shadow = Shadow(self.schema, self._weights.read())
-        self._state: Literal["open", "closed", "torn"] | FencedError = "open"
+        self._state: Literal["open", "closed", "torn", "fenced"] = "open"
         self._pending: _Commit | None = None
         self._since_anchor = 0
         self._anchor_bytes = 0
@@ -282,8 +282,8 @@ class Publisher:
 
     def _settle(self) -> None:
         """Finish what a failed call left open: its record may stand on the channel, or come."""
-        if isinstance(self._state, FencedError):
-            raise self._state
+        if self._state == "fenced":
+            raise FencedError("another trainer owns the channel")
         if self._state == "torn":
             raise DeltaError("interrupted while the shadow moved; make a new publisher")
         if self._state == "closed":
@@ -316,7 +316,7 @@ class Publisher:
             yield
         except DeltaError as error:
             if isinstance(error, FencedError):
-                self._state = error
+                self._state = "fenced"
             emit(self._hooks, Failed(operation, error))
             raise
 

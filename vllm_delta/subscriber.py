@@ -15,12 +15,12 @@ from vllm_delta.errors import (
     ChannelError,
     DigestError,
     FormatError,
-    SettingsError,
     UnsupportedError,
 )
 from vllm_delta.events import Fetched, Hook, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import BlobRef, Manifest, Schema, Version, parse_schema
+from vllm_delta.plan import cheapest
 from vllm_delta.replay import replay
 
 if TYPE_CHECKING:
@@ -262,41 +262,9 @@ class Subscriber:
         goal = self._version(number)
         if goal == resident:
             return []
-        best: list[Manifest] | None = None
-        refused: Manifest | None = None
-        path: list[Manifest] = []
-        least = cost = 0
-        at = goal
         low = self._records[-1].manifest.low
-        for record in self._backwards():
-            manifest = record.manifest
-            if record.seq < low or (best is not None and cost >= least):
-                break
-            if manifest.target != at:
-                if at == goal and not path and best is None:
-                    continue  # not down to the version yet
-                break  # it was begun anew here; nothing before leads to it
-            if manifest.kind == "fence":
-                continue
-            if manifest.kind == "delta" and manifest.base is not None:
-                path.append(manifest)
-                cost += manifest.payload_bytes
-                at = manifest.base
-                if at == resident and (best is None or cost < least):
-                    best = path[::-1]
-                    break
-                continue
-            whole = manifest.payload_bytes
-            if manifest.reference is not None:
-                if reference_bytes is None:
-                    refused = manifest
-                    continue
-                whole = reference_bytes
-            if best is None or cost + whole < least:
-                best, least = [manifest, *reversed(path)], cost + whole
-        if best is None:
-            raise _no_way(goal, refused)
-        return best
+        manifests = (record.manifest for record in self._backwards() if record.seq >= low)
+        return cheapest(manifests, goal, resident, reference_bytes)
 
     def _version(self, number: int | None) -> Version:
         if number is None:
@@ -325,13 +293,3 @@ def _replaces(old: Manifest, new: Manifest) -> bool:
     if new.target is None or new.target == old.target:
         return new.target is not None
     return new.target.number > old.target.number
-
-
-def _no_way(goal: Version, refused: Manifest | None) -> ChainError | SettingsError:
-    if refused is None or refused.reference is None:
-        return ChainError("no anchor leads to the version any more", number=goal.number)
-    return SettingsError(
-        "the channel refers to a public checkpoint; give it as the base",
-        repository=refused.reference.repository,
-        revision=refused.reference.revision,
-    )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vllm_delta.codec.order import Unsigned
+from vllm_delta.conversion import Conversion
 from vllm_delta.errors import ModelMismatchError
 from vllm_delta.format import Schema, TensorSpec
 
@@ -40,7 +41,8 @@ class ModelWeights:
     """Reads a model's tensors as raw checkpoint bits, one tensor at a time.
 
     Args:
-        model: an `nn.Module`, whose `state_dict` names are taken; or the tensors by checkpoint
+        model: an `nn.Module`, whose `state_dict` names are taken, in the form in which transformers
+            would save them; or the tensors by checkpoint
             name; or a function that returns them. Tensors are read anew at each `read`.
         dtype: type the checkpoint has where the model holds masters: the floating parameters
             are rounded to it as `Tensor.to` does. Buffers of a module keep their type; in a
@@ -55,8 +57,14 @@ class ModelWeights:
             raise ValueError(f"cannot publish as {dtype}; one of bfloat16, float16, float32")
         self._model = _unwrap(model) if isinstance(model, nn.Module) else model
         self._dtype = dtype
-        self._named = self._tensors()
-        self.schema = self._schema(self._named)
+        self._buffers: frozenset[str] = frozenset()
+        if isinstance(self._model, nn.Module):
+            named_buffers = self._model.named_buffers(remove_duplicate=False)
+            self._buffers = frozenset(name for name, _ in named_buffers)
+        named = self._tensors()
+        self._held = self._schema(named)
+        self._conversion = Conversion(self._model, named)
+        self.schema = self._schema(self._conversion.tensors)
 
     def read(self) -> Iterator[Unsigned]:
         """The tensors' bits of now in schema order: unsigned[numel], flat, contiguous.
@@ -67,15 +75,18 @@ class ModelWeights:
             ModelMismatchError: names, shapes or types are no longer the schema's.
         """
         named = self._tensors()
-        schema = self._schema(named)
-        if schema != self.schema:
-            raise mismatch(expected=self.schema, actual=schema)
-        for spec in schema.tensors:
-            yield self._bits(named[spec.name])
+        held = self._schema(named)
+        if held != self._held:
+            raise mismatch(expected=self._held, actual=held)
+        try:
+            for spec in self.schema.tensors:
+                yield self._bits(self._conversion.get(spec.name, named), spec.name)
+        finally:
+            self._conversion.forget()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         if isinstance(self._model, nn.Module):
-            named = dict(self._model.state_dict(keep_vars=True))
+            named = dict(self._model.state_dict())
             second = _second_names(self._model)
         else:
             named = dict(self._model if isinstance(self._model, Mapping) else self._model())
@@ -86,19 +97,18 @@ class ModelWeights:
 
     def _schema(self, named: Mapping[str, torch.Tensor]) -> Schema:
         return Schema.of(
-            TensorSpec(name, NAMES[self._published(tensor)], tuple(tensor.shape))
+            TensorSpec(name, NAMES[self._published(tensor, name)], tuple(tensor.shape))
             for name, tensor in named.items()
         )
 
-    def _published(self, tensor: torch.Tensor) -> torch.dtype:
+    def _published(self, tensor: torch.Tensor, name: str) -> torch.dtype:
         """Type that the checkpoint holds `tensor` in."""
-        buffer = isinstance(self._model, nn.Module) and not isinstance(tensor, nn.Parameter)
-        if self._dtype is None or buffer or tensor.dtype not in _CAST_FROM:
+        if self._dtype is None or name in self._buffers or tensor.dtype not in _CAST_FROM:
             return tensor.dtype
         return self._dtype
 
-    def _bits(self, tensor: torch.Tensor) -> Unsigned:
-        data = tensor.detach().to(self._published(tensor)).cpu().contiguous().reshape(-1)
+    def _bits(self, tensor: torch.Tensor, name: str) -> Unsigned:
+        data = tensor.detach().to(self._published(tensor, name)).cpu().reshape(-1)
         bits: Unsigned = data.view(_UNSIGNED[data.element_size()]).numpy()
         return bits
 
