@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from vllm_delta.codec import Change, order
-from vllm_delta.fingerprint import MASK64, coefficients, weigh
+from vllm_delta.fingerprint import MASK64, coefficients, root, weigh
 from vllm_delta.format import Schema, TensorSpec
-from vllm_delta.layout import Coverage, ParameterSpec, RankLayout, Rectangle, judge, root
+from vllm_delta.layout import Coverage, ParameterSpec, RankLayout, Rectangle, judge
 from vllm_delta.patch import Patch, Patcher
 
 N_CHANGES = 270_000
