@@ -6,11 +6,12 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_delta.errors import ChainError, FormatError
+from vllm_delta.errors import ChainError, FormatError, UnsupportedError
 from vllm_delta.format import (
     NO_PARENT,
     Manifest,
     digest,
+    manifest_key,
     open_envelope,
     parse_manifest,
     seal,
@@ -37,7 +38,10 @@ def parse_record(envelope: bytes, seq: int) -> Record:
         FormatError, UnsupportedError: the bytes are not a manifest this release can read.
         ChainError: the manifest names another place in the log.
     """
-    manifest = parse_manifest(open_envelope(envelope))
+    try:
+        manifest = parse_manifest(open_envelope(envelope))
+    except (FormatError, UnsupportedError) as error:
+        raise type(error)(error.message, **{**error.facts, "key": manifest_key(seq)}) from error
     if manifest.seq != seq:
         raise ChainError("a manifest stands in another's place", seq=seq, named=manifest.seq)
     return Record(manifest, envelope, digest(envelope))
