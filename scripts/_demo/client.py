@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +15,7 @@ from scripts._demo.task import MAX_NEW_TOKENS, Problem
 from scripts._demo.trainer import Group, Sample
 
 _TIMEOUT_S = 300.0
-_N_GREEDY_TOKENS = 24
+_N_GREEDY_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,12 @@ class Client:
     def complete_greedily(self, prompt: str) -> Completion:
         """Completes one prompt at temperature 0, alone."""
         (choice,) = self._complete(
-            prompt=prompt, max_tokens=_N_GREEDY_TOKENS, temperature=0.0, ignore_eos=True
+            prompt=prompt,
+            max_tokens=_N_GREEDY_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+            # A prefix that happens to be cached would be computed in other shapes than a new one.
+            cache_salt=uuid.uuid4().hex,
         )
         return Completion(
             tokens=tuple(choice["token_ids"]),

