@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -301,10 +302,19 @@ def some_ref(log: Log):  # type: ignore[no-untyped-def]
     return log.position.manifest.blobs[0]
 
 
-def test_a_directory_one_may_not_write_is_a_setting_to_fix(tmp_path: Path) -> None:
-    if os.getuid() == 0 and not _nobody_can_reach(tmp_path):
-        pytest.skip("needs a temporary directory that other users can pass through")
-    root = tmp_path / "channel"
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that every user may pass through; pytest's own are private."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o755)
+        if not all(parent.stat().st_mode & 0o001 for parent in place.parents):
+            pytest.skip("needs a temporary directory that every user may pass through")
+        yield place
+
+
+def test_a_directory_one_may_not_write_is_a_setting_to_fix(open_place: Path) -> None:
+    root = open_place / "channel"
     begin(Log(LocalStore(root)))
     for folder in (root, root / "m", root / "b"):
         folder.chmod(0o555)
@@ -316,17 +326,6 @@ def test_a_directory_one_may_not_write_is_a_setting_to_fix(tmp_path: Path) -> No
             folder.chmod(0o755)
     assert out.splitlines()[:2] == [b"SettingsError fix"] * 2, errors.decode()
     assert out.splitlines()[2] == b"returned b'{\"seq\":2}'"
-
-
-def _nobody_can_reach(place: Path) -> bool:
-    """Open the way to `place` for other users, within pytest's own directories."""
-    for parent in [place, *place.parents]:
-        if parent.stat().st_mode & 0o001:
-            continue
-        if "pytest" not in parent.name and "pytest" not in parent.parent.name:
-            return False
-        parent.chmod(parent.stat().st_mode | 0o001)
-    return True
 
 
 def test_threads_may_share_a_store(tmp_path: Path) -> None:
