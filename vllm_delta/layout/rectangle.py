@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -115,17 +116,17 @@ class Rectangle:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    @property
+    @cached_property
     def dims(self) -> tuple[Dim, ...]:
         triples = zip(self.sizes, self.source_strides, self.target_strides, strict=True)
         return tuple(Dim(*triple) for triple in triples)
 
-    @property
+    @cached_property
     def source(self) -> Strided:
         """The flat indices covered."""
         return Strided(self.source_offset, self.sizes, self.source_strides)
 
-    @property
+    @cached_property
     def target(self) -> Strided:
         """The storage offsets covered."""
         return Strided(self.target_offset, self.sizes, self.target_strides)
