@@ -253,7 +253,7 @@ def test_a_transformers_model_is_published_as_it_would_be_saved(kind, tied, tmp_
     """Names, types and bits of `save_pretrained`, from fp32 masters; fused experts taken apart."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 1 + tied, "num_attention_heads": 4, "num_key_value_heads": 2}
     if kind == "Qwen3Moe":
         sizes |= {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = getattr(transformers, f"{kind}Config")(**sizes, tie_word_embeddings=tied)
@@ -478,6 +478,23 @@ def test_a_restart_remembers_what_was_spent_since_the_anchor():
     assert kinds[0] == "delta"
 
 
+def test_an_anchor_that_failed_is_written_by_the_next_publish():
+    store, net = MemoryStore(), Net()
+    channel = FaultyChannel(store)
+    settings = PublisherSettings(anchor_ratio=1e-9)
+    publisher = Publisher(channel, net, dtype=BF16, settings=settings)
+    nudge(net)
+    # the delta: its blob, the record before it, its record, that read back, head; then the schema
+    channel.script([None] * 5 + ["transport"])
+    with pytest.raises(ChannelError):
+        publisher.publish()
+    assert Log(store).tail().manifest.kind == "delta"
+    assert publisher.version.number == 1
+    assert publisher.publish().kind == "none"
+    assert Log(store).tail().manifest.kind == "anchor"
+    assert_same(read(store), expected(net))
+
+
 def test_an_anchor_can_be_asked_for():
     store, net = MemoryStore(), Net()
     publisher = Publisher(store, net, dtype=BF16)
@@ -573,6 +590,24 @@ def test_a_wrong_encoder_publishes_nothing(monkeypatch):
             publisher.publish()
     assert store.list("") == before
     assert publisher.publish().version.number == 1
+    assert_same(read(store), expected(net))
+
+
+def test_a_publisher_interrupted_while_its_shadow_moves_refuses_to_go_on(monkeypatch):
+    store, net = MemoryStore(), Net()
+    publisher = Publisher(store, net, dtype=BF16)
+
+    def interrupt(changes):
+        raise KeyboardInterrupt
+
+    nudge(net)
+    monkeypatch.setattr(publisher._shadow, "advance", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.publish()
+    with pytest.raises(DeltaError, match="make a new publisher"):
+        publisher.publish()
+    again = Publisher(store, net, dtype=BF16)
+    assert again.version.number == 1
     assert_same(read(store), expected(net))
 
 
