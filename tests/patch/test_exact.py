@@ -151,9 +151,9 @@ def test_every_8_bit_pattern_and_the_edges_of_32_bits(dtype: str) -> None:
         assert np.array_equal(old, patterns), move
 
 
-def test_offsets_past_31_bits() -> None:
-    """A storage of more than 2^31 elements takes 64-bit offsets; only touched pages are real."""
-    n = (1 << 31) + 64
+def test_offsets_past_32_bits() -> None:
+    """A storage of more than 2^32 elements takes 64-bit offsets; only touched pages are real."""
+    n = (1 << 32) + 64
     tensor = torch.empty(n, dtype=torch.float8_e4m3fn)
     bits = tensor.view(torch.uint8).numpy()
     bits[-64:] = np.arange(64)
