@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, Any] = {
     "seed": 0,
 }
 PROMPT = "the quick brown fox jumps over the lazy dog a delta of weights " * 3
+PROMPTS = ("the quick brown fox", PROMPT, "a delta of weights", "lazy dog jumps over the fox")
 
 
 class Trainer:
@@ -200,40 +201,47 @@ class LocalEngine:
         return self.llm.generate([prompt], sampling, use_tqdm=False)[0]
 
 
-ORACLE = """
-import json, sys
-if __name__ == "__main__":
-    from vllm import LLM, SamplingParams
-    checkpoint, arguments, prompts, n_tokens = json.loads(sys.argv[1])
-    llm = LLM(checkpoint, **arguments)
-    sampling = SamplingParams(max_tokens=n_tokens, temperature=0, logprobs=1)
+def completions(llm: Any, prompts: Sequence[str], n_tokens: int = 12) -> list[Any]:
+    """Greedy completions, one request at a time: tokens and log-probability of each."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=n_tokens, temperature=0, logprobs=1, ignore_eos=True)
     found = []
     for prompt in prompts:
         output = llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
         found.append([list(output.token_ids), output.cumulative_logprob])
-    print("ORACLE" + json.dumps(found))
-"""
+    return found
 
 
-def fresh_completions(
-    checkpoint: Path, prompts: list[str], n_tokens: int, directory: Path, **arguments: Any
-) -> list[Any]:
-    """Greedy completions of a new engine without our extension, one request at a time."""
-    script = directory / "oracle.py"
-    script.write_text(ORACLE)
-    job = json.dumps([str(checkpoint), ARGUMENTS | arguments, prompts, n_tokens])
+def fresh_completions(checkpoint: Path, **arguments: Any) -> list[Any]:
+    """`completions` of a new engine without our extension, in a process of its own."""
+    job = json.dumps([str(checkpoint), ARGUMENTS | arguments])
+    done = run_module("tests.engine.harness", job)
+    lines = [line for line in done.splitlines() if line.startswith("COMPLETIONS")]
+    found: list[Any] = json.loads(lines[0].removeprefix("COMPLETIONS"))
+    return found
+
+
+def run_module(name: str, *arguments: str) -> str:
+    """Runs a module in a process of its own; its standard output."""
     done = subprocess.run(
-        [sys.executable, str(script), job],
+        [sys.executable, "-m", name, *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
-        env=environment(),
+        timeout=280,
+        env=environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+        cwd=Path(__file__).parents[2],
         check=False,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ORACLE")]
-    assert lines, done.stderr[-4000:]
-    found: list[Any] = json.loads(lines[0].removeprefix("ORACLE"))
-    return found
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def _complete_alone() -> None:
+    from vllm import LLM
+
+    checkpoint, arguments = json.loads(sys.argv[1])
+    print("COMPLETIONS" + json.dumps(completions(LLM(checkpoint, **arguments), PROMPTS)))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -277,7 +285,8 @@ class Server:
 
     def complete(self, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
         """One greedy completion."""
-        body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0} | fields
+        body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        body |= {"ignore_eos": True} | fields
         answer = self.request("POST", "/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
@@ -306,7 +315,7 @@ def start_server(
                 return bool(running.request("GET", "/health").status_code == 200)
             return False
 
-        wait_until(ready, timeout_s=120)
+        wait_until(ready, timeout_s=280)
         yield running
     finally:
         stop(process)
@@ -355,10 +364,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(20)
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     """Polls until the condition holds, and returns what it gave."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"still waiting after {timeout_s} s"
         time.sleep(0.02)
     return found
+
+
+if __name__ == "__main__":
+    _complete_alone()

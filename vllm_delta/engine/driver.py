@@ -10,7 +10,7 @@ from vllm_delta.engine.calls import Answer, Port, ask_core, ask_ranks, pack, unp
 from vllm_delta.engine.ledger import Ledger
 from vllm_delta.engine.metrics import Metrics
 from vllm_delta.engine.settings import Settings
-from vllm_delta.errors import DeltaError, EngineError
+from vllm_delta.errors import BaseMismatchError, DeltaError, EngineError
 from vllm_delta.format import Manifest, Schema, Version
 from vllm_delta.layout import RankLayout
 
@@ -99,11 +99,11 @@ class Driver:
         """How many requests are still being prefilled again after the last commit."""
         return int(self._core.get("n_recomputing", 0))
 
-    def attach(self, schema: Schema, channel: str) -> list[int]:
+    def attach(self, schema: Schema, channel: str) -> list[int] | None:
         """Learns every rank's layout and fingerprints what they hold.
 
         Returns:
-            The fingerprints of the resident weights.
+            The fingerprints of the resident weights; None when ranks disagree about them.
 
         Raises:
             LayoutError: a rank holds a tensor in a way that cannot be patched, or none holds it.
@@ -113,9 +113,11 @@ class Driver:
         )
         self._layouts = [answer["layout"] for answer in answers]
         ledger = Ledger(schema, [RankLayout.from_dict(layout) for layout in self._layouts])
-        fingerprints = ledger.measure([answer["scan"] for answer in answers])
         self._ledger = ledger
-        return fingerprints
+        try:
+            return ledger.measure([answer["scan"] for answer in answers])
+        except BaseMismatchError:
+            return None
 
     def detach(self) -> None:
         """Forgets an attachment that could not be completed."""

@@ -63,8 +63,10 @@ class Pilot:
             return False
         try:
             fingerprints = self._driver.attach(self.subscriber.schema, self._store.url)
-            version = self.subscriber.find(self._driver.ledger.root(fingerprints))
-            self._driver.open(version, fingerprints)
+            version = None
+            if fingerprints is not None:
+                version = self.subscriber.find(self._driver.ledger.root(fingerprints))
+            self._driver.open(version, fingerprints or [])
         except DeltaError:
             self._driver.detach()
             raise
@@ -108,19 +110,12 @@ class Pilot:
         if not self._reseed(failed):
             raise error
 
-    def find_damage(self) -> list[int]:
-        """Finds out by a full scan whether the resident weights are what they should be.
-
-        Returns:
-            Their fingerprints.
-        """
-        found = self._driver.scan()
+    def find_damage(self) -> None:
+        """Finds out by a full scan whether the resident weights are what they should be."""
         try:
-            self._driver.ledger.compare(found)
+            self.verify()
         except BaseMismatchError as error:
-            self.damaged = True
             self._report(error)
-        return found
 
     def _reseed(self, failed: Manifest | None) -> bool:
         """Loads an anchor and what follows it, if that leads anywhere.
@@ -197,8 +192,8 @@ class Pilot:
         Raises:
             BaseMismatchError: it is not the version's.
         """
-        found = self._driver.scan()
         try:
+            found = self._driver.scan()
             self._driver.ledger.compare(found)
         except BaseMismatchError:
             self.damaged = True

@@ -31,6 +31,7 @@ _selected: Settings | None = None
 def register() -> None:
     """Hooks into vLLM; may be called any number of times and never raises."""
     try:
+        _shield_llvmlite()
         _wrap_engine_args()
         _wrap_endpoint_plugins()
         _register_transfer_engine()

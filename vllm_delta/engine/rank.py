@@ -98,6 +98,7 @@ class Rank:
         staged = self._stager.find(seq)
         base, target, patch, sums = self._ready(staged)
         self.verdict = "half applied"
+        self._stager.drop(seq)  # a patch that was tried is not tried again
         try:
             change = self._patcher.apply(patch)
         except Exception:
@@ -107,7 +108,6 @@ class Rank:
         if change != sums.change:
             self._take_back(applied)
             raise BaseMismatchError("weights changed between check and apply", version=str(target))
-        self._stager.drop(seq)
         self._keep(applied)
         return {}
 
