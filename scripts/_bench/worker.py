@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_delta.codec import Change, order
-from vllm_delta.engine.trace import storages, trace_layout
+from vllm_delta.engine.trace import trace_layout
 from vllm_delta.engine.worker import WorkerExtension
 from vllm_delta.fingerprint import MASK64, coefficients, fingerprint, root, weigh
 from vllm_delta.format import Schema, TensorSpec
@@ -49,9 +49,9 @@ class Bench:
         self._model, self._base, self._config = model, base, vllm_config
         specs = [TensorSpec(name, "BF16", tuple(t.shape)) for name, t in base.items()]
         self._schema = Schema.of(specs)
-        layout = trace_layout(model, self._schema, rank=0, vllm_config=vllm_config)
-        self._coverage = Coverage(self._schema, [layout])
-        self._patcher = Patcher(self._schema, layout, storages(model, layout))
+        traced = trace_layout(model, vllm_config, self._schema, 0)
+        self._coverage = Coverage(self._schema, [traced.layout])
+        self._patcher = Patcher(self._schema, traced.layout, traced.storages)
         totals = self._coverage.total([self._patcher.scan()])
         self._fingerprints = [totals[place] for place in range(len(self._schema))]
         for spec, resident in zip(self._schema.tensors, self._fingerprints, strict=True):

@@ -108,8 +108,8 @@ class _Writer:
     def __init__(self, kind: BlobKind, schema: Schema) -> None:
         self._kind, self._schema = kind, schema
         self._entries: list[Entry] = []
-        self._gaps: list[npt.NDArray[np.int64]] = []
-        self._codes: list[npt.NDArray[np.int64]] = []
+        self._gaps = gap.Stream()
+        self._codes = gap.Stream()
         self._frames: list[bytes] = []
         self._n_changed = 0
         self._n_bytes = 0
@@ -130,8 +130,8 @@ class _Writer:
         if change.indices is not None and change.steps is not None:
             if not 0 < change.nnz <= gap.MAX_CHANGES:
                 raise ValueError(f"{change.nnz} changes cannot be one tensor's gap code")
-            self._gaps.append(gap.gaps_of(change.indices))
-            self._codes.append(gap.codes_of(change.steps))
+            self._gaps.add(gap.gaps_of(change.indices))
+            self._codes.add(gap.codes_of(change.steps))
             self._n_changed += change.nnz
             self._n_bytes += 2 * change.nnz
             codec, n_changed = GAP, change.nnz
@@ -146,14 +146,13 @@ class _Writer:
 
     def finish(self) -> bytes:
         sections: dict[int, bytes] = {}
-        if self._gaps:
-            for values, symbol_tag, bits_tag in (
+        if self._n_changed:
+            for stream, symbol_tag, bits_tag in (
                 (self._gaps, GAP_SYMBOLS, GAP_BITS),
                 (self._codes, STEP_SYMBOLS, STEP_BITS),
             ):
-                symbols, low = gap.split(np.concatenate(values))
-                sections[symbol_tag] = entropy.compress(symbols.tobytes())
-                sections[bits_tag] = low.tobytes()
+                symbols, sections[bits_tag] = stream.finish()
+                sections[symbol_tag] = entropy.compress(symbols)
         sections[RAW_SIZES] = np.array([len(f) for f in self._frames], "<u4").tobytes()
         sections[RAW_FRAMES] = b"".join(self._frames)
         data = build_blob(self._kind, self._schema, self._entries, sections)

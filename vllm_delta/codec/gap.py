@@ -32,9 +32,12 @@ _PROBLEMS = {
 
 
 @numba.njit(cache=True, nogil=True)
-def _put(values, symbols, low):  # type: ignore[no-untyped-def]
-    """Split values (int64, >= 0) into symbols and low bits; returns bytes of low bits."""
-    held, n_held, at = np.uint64(0), 0, 0
+def _put(values, symbols, low, carry):  # type: ignore[no-untyped-def]
+    """Split values (int64, >= 0) into symbols and low bits; returns bytes of low bits.
+
+    carry: uint64[2], low bits that do not fill a byte yet, and how many; read and written.
+    """
+    held, n_held, at = carry[0], np.int64(carry[1]), 0
     for i in range(values.size):
         value = np.uint64(values[i])
         if value < 8:
@@ -52,15 +55,12 @@ def _put(values, symbols, low):  # type: ignore[no-untyped-def]
             at += 1
             held >>= np.uint64(8)
             n_held -= 8
-    if n_held:
-        low[at] = np.uint8(held)
-        at += 1
+    carry[0], carry[1] = held, np.uint64(n_held)
     return at
 
 
 @numba.njit(cache=True, nogil=True)
-def _low_bytes(values):  # type: ignore[no-untyped-def]
-    """Bytes that the low bits of values take."""
+def _count_low_bits(values):  # type: ignore[no-untyped-def]
     n_bits = 0
     for i in range(values.size):
         value = np.uint64(values[i])
@@ -69,7 +69,7 @@ def _low_bytes(values):  # type: ignore[no-untyped-def]
             while value >> np.uint64(top + 1):
                 top += 1
             n_bits += top - 2
-    return (n_bits + 7) // 8
+    return n_bits
 
 
 @numba.njit(cache=True, nogil=True)
@@ -121,12 +121,26 @@ def _read_steps(symbols, low, state, limit, steps):  # type: ignore[no-untyped-d
     return np.int64(_OK)
 
 
-def split(values: npt.NDArray[np.int64]) -> tuple[U8, U8]:
-    """Symbols uint8[n] and packed low bits uint8[m] of values int64[n] >= 0."""
-    symbols = np.empty(values.size, np.uint8)
-    low = np.empty(int(_low_bytes(values)), np.uint8)
-    _put(values, symbols, low)
-    return symbols, low
+class Stream:
+    """Values of one kind on their way into a blob: a byte per value, and the low bits packed."""
+
+    def __init__(self) -> None:
+        self._symbols: list[bytes] = []
+        self._low: list[bytes] = []
+        self._carry = np.zeros(2, np.uint64)
+
+    def add(self, values: npt.NDArray[np.int64]) -> None:
+        """Append values int64[n] >= 0."""
+        symbols = np.empty(values.size, np.uint8)
+        low = np.empty(int(_count_low_bits(values)) // 8 + 1, np.uint8)
+        n = int(_put(values, symbols, low, self._carry))
+        self._symbols.append(symbols.tobytes())
+        self._low.append(low[:n].tobytes())
+
+    def finish(self) -> tuple[bytes, bytes]:
+        """Symbols, and low bits with the last byte padded."""
+        rest = bytes([int(self._carry[0])]) if self._carry[1] else b""
+        return b"".join(self._symbols), b"".join([*self._low, rest])
 
 
 def gaps_of(indices: Signed) -> npt.NDArray[np.int64]:
