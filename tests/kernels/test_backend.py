@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from tests.kernels.memory import DEVICE
-from tests.patch.models import Rank, random_change, random_rank, random_specs
+from tests.patch.models import (
+    Rank,
+    random_bits,
+    random_change,
+    random_rank,
+    random_specs,
+    sparse_changes,
+    whole_rank,
+)
 from vllm_delta.codec import Change
 from vllm_delta.fingerprint import MASK64
 from vllm_delta.patch import Patcher
@@ -57,4 +65,23 @@ def test_both_backends_agree_bit_for_bit(seed: int) -> None:
     assert device.equals(rank.tensors)
     assert not device.equals(before)
     assert device.patcher.rollback(patch) == {i: -v & MASK64 for i, v in sums.change.items()}
+    assert device.equals(before)
+
+
+def test_pieces_and_rows_longer_than_a_program() -> None:
+    """More changes than a row of the table holds, rows of more columns than a job: the same as
+    on a CPU, forward and back."""
+    bits = random_bits(np.random.default_rng(6), 3 * 1500, 2)
+    rank = whole_rank({"w": ("BF16", (3, 1500), bits)})
+    device = OnDevice(rank)
+    patcher = rank.patcher()
+    assert device.patcher.scan() == patcher.scan()
+    patch = device.patcher.stage(sparse_changes(rank, 0.9))
+    mine = patcher.stage(sparse_changes(rank, 0.9))
+    assert patch.nnz > 2 * 1024
+    before = {name: tensor.clone() for name, tensor in rank.tensors.items()}
+    assert device.patcher.check(patch) == patcher.check(mine)
+    assert device.patcher.apply(patch) == patcher.apply(mine)
+    assert device.equals(rank.tensors)
+    device.patcher.rollback(patch)
     assert device.equals(before)
