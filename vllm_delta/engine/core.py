@@ -179,9 +179,14 @@ class Committer:
         return {
             "committed": [pack(version) for version in committed],
             "failure": None if error is None else error.to_dict(),
-            "fingerprints": self.ledger.fingerprints,
+            **self.resident(),
             **self.state(),
         }
+
+    def resident(self) -> Answer:
+        """The resident version and its fingerprints."""
+        version, fingerprints = self.ledger.version, self.ledger.fingerprints
+        return {"version": pack(version), "fingerprints": fingerprints}
 
     def state(self) -> Answer:
         """What the follower asks for between commits."""

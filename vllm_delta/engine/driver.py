@@ -139,8 +139,15 @@ class Driver:
         ledger.adopt(version, fingerprints)
 
     def refresh(self) -> None:
-        """Asks the core how it stands."""
+        """Asks the core how it stands, and believes it.
+
+        It may have moved on: a commit whose answer was lost was made nevertheless.
+        """
         self._core = ask_core(self._port, "delta_state")
+        version = unpack(self._core["version"])
+        if version != self.ledger.version:
+            answer = ask_core(self._port, "delta_fingerprints")
+            self.ledger.adopt(unpack(answer["version"]), answer["fingerprints"])
 
     def stage(self, manifests: Sequence[Manifest]) -> None:
         """Starts fetching and decoding on every rank; returns at once."""

@@ -79,10 +79,7 @@ class Pilot:
     def advance(self) -> None:
         """Does the next thing that brings the engine to the newest version, if it may now."""
         if self._driver.fenced or (self.damaged and not self.held):
-            if not self._reseed(None):
-                raise BaseMismatchError(
-                    "weights are damaged and the channel has no anchor to load; publish one"
-                )
+            self._heal()
         elif not self.held and (chain := self.plan()):
             batch = chain if chain[0].kind == "anchor" else chain[: self._settings.stage_ahead]
             if self._spacing.wait_s > 0 and self._driver.resident is not None:
@@ -109,6 +106,12 @@ class Pilot:
             self.find_damage()
         if not self._reseed(failed):
             raise error
+
+    def _heal(self) -> None:
+        if not self._reseed(None):
+            raise BaseMismatchError(
+                "weights are damaged and the channel has no anchor to load; publish one"
+            )
 
     def find_damage(self) -> None:
         """Finds out by a full scan whether the resident weights are what they should be."""
@@ -157,7 +160,9 @@ class Pilot:
             DeltaError: it could not; what was resident still is.
         """
         self.held = False
-        while not self._driver.fenced and self._before(number):
+        if self._driver.fenced or self.damaged:
+            self._heal()
+        while self._before(number):
             self._driver.rollback()
         while chain := self.subscriber.plan(self._driver.resident, number=number):
             batch = chain if chain[0].kind == "anchor" else chain[: self._settings.stage_ahead]

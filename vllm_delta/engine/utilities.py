@@ -100,7 +100,13 @@ def delta_state(self: Any, call: str) -> Answer:
     return dict(self._delta_committer.state())
 
 
-UTILITIES = (delta_open, delta_commit, delta_core_rollback, delta_state)
+@_answers
+def delta_fingerprints(self: Any, call: str) -> Answer:
+    """`Committer.resident` as a utility."""
+    return dict(self._delta_committer.resident())
+
+
+UTILITIES = (delta_open, delta_commit, delta_core_rollback, delta_state, delta_fingerprints)
 
 
 def install() -> None:
