@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_delta.channel import Log
+import vllm_delta.subscriber as subscriber_module
+from vllm_delta.channel import Log, LogReader
+from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES
 from vllm_delta.codec import Change, encode_anchor, encode_delta, encode_reference
 from vllm_delta.errors import (
     BaseMismatchError,
@@ -19,6 +21,7 @@ from vllm_delta.errors import (
     FormatError,
     ModelMismatchError,
     SettingsError,
+    UnsupportedError,
 )
 from vllm_delta.events import Fetched
 from vllm_delta.fingerprint import root
@@ -188,14 +191,176 @@ def test_a_manifest_that_does_not_continue_the_chain_is_refused(fields):
     assert_version(subscriber.materialise(), 3)
 
 
-def test_a_manifest_that_is_garbage_is_refused():
+BAD_RECORDS = {
+    FormatError: b"{}",
+    DigestError: b"0" * (MAX_ENVELOPE_BYTES + 1),
+    UnsupportedError: seal(b'{"format":2}'),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_RECORDS)
+def test_a_record_that_cannot_be_read_is_told_and_crossed_only_by_an_anchor(kind):
     channel = Channel()
     subscriber = channel.subscriber()
     channel.delta()
-    channel.store.put(manifest_key(3), b"{}")
-    with pytest.raises(FormatError):
+    channel.delta()
+    channel.store.put(manifest_key(3), BAD_RECORDS[kind])
+    for _ in range(2):
+        with pytest.raises(kind):
+            subscriber.refresh()
+        assert subscriber.newest == SPEC.version(0)
+    channel.anchor(2)
+    channel.delta()
+    assert seqs(subscriber.refresh()) == [5, 6]
+    assert_version(subscriber.materialise(), 3)
+    assert subscriber.refresh() == []
+
+
+@pytest.mark.parametrize("bad", [None, *BAD_RECORDS.values()])
+def test_what_was_verified_before_a_bad_record_is_kept_and_the_error_told_after_it(bad):
+    channel = Channel()
+    subscriber = channel.subscriber()
+    for _ in range(5):
+        channel.delta()
+    good = channel.store.get(manifest_key(6), max_bytes=1 << 20)
+    channel.store.delete([manifest_key(6)])
+    if bad is not None:
+        channel.store.put(manifest_key(6), bad)
+    assert seqs(subscriber.refresh()) == [3, 4, 5]
+    assert subscriber.newest == SPEC.version(3)
+    assert_version(subscriber.materialise(), 3)
+    with pytest.raises((ChainError, *BAD_RECORDS)):
         subscriber.refresh()
-    assert subscriber.newest == SPEC.version(0)
+    channel.store.put(manifest_key(6), good)
+    assert seqs(subscriber.refresh()) == [6, 7]
+    assert_version(subscriber.materialise(), 5)
+
+
+def test_what_came_before_the_store_went_away_is_kept():
+    channel = Channel()
+    faulty = FaultyChannel(channel.store)
+    subscriber = Subscriber(faulty)
+    subscriber.refresh()
+    channel.delta()
+    channel.delta()
+    faulty.script([None, "transport", "transport"])
+    assert seqs(subscriber.refresh()) == [3]
+    with pytest.raises(ChannelError):
+        subscriber.refresh()
+    assert seqs(subscriber.refresh()) == [4]
+
+
+def test_a_record_that_was_bad_for_a_moment_gives_nothing_twice():
+    """The whole chain is read again, and only what is new in it came."""
+    channel = Channel()
+    subscriber = channel.subscriber()
+    channel.delta()
+    assert seqs(subscriber.refresh()) == [3]
+    channel.delta()
+    store = BadOnce(channel.store, manifest_key(4))
+    subscriber._log = LogReader(store)
+    assert seqs(subscriber.refresh()) == [4]
+
+
+class BadOnce:
+    """A store that gives garbage for a key the first time."""
+
+    def __init__(self, store: MemoryStore, key: str) -> None:
+        self._store, self._key = store, key
+
+    def get(self, key: str, *, max_bytes: int) -> bytes | None:
+        if key == self._key:
+            self._key = ""
+            return b"{}"
+        return self._store.get(key, max_bytes=max_bytes)
+
+
+class Counting(FaultyChannel):
+    """A store that counts what is read from it."""
+
+    def reads(self, call) -> int:
+        before = self.n_calls
+        call()
+        return self.n_calls - before
+
+
+def test_a_root_is_looked_for_where_deltas_from_it_can_cost_less_than_an_anchor():
+    """Each version that deltas are the way from is found; for an unknown root little is read."""
+    channel = Channel()
+    for number in range(1, 31):
+        channel.delta()
+        if number % 10 == 0:
+            channel.anchor(number)
+    channel.delta()
+    ways = set()
+    for number in range(32):
+        version = SPEC.version(number)
+        by_deltas = all(m.kind == "delta" for m in channel.subscriber().plan(version))
+        ways.add(by_deltas)
+        if by_deltas:
+            assert channel.subscriber().find(version.root) == version
+    assert ways == {True, False}
+    store = Counting(channel.store)
+    subscriber = Subscriber(store)
+    subscriber.refresh()
+    _ = subscriber.schema
+    assert store.reads(lambda: subscriber.find("0" * 64)) < 10
+
+
+def test_nothing_is_read_below_the_low_water_mark():
+    channel = Channel()
+    for _ in range(20):
+        channel.delta()
+    blobs = [channel.log.put_blob(blob) for blob in _anchor_blobs(channel)]
+    for low in (channel.log.position.seq + 1, None):
+        channel.log.append("anchor", target=SPEC.version(20), blobs=blobs, low=low)
+    store = Counting(channel.store)
+    subscriber = Subscriber(store)
+    subscriber.refresh()
+    _ = subscriber.schema
+
+    def version_3() -> None:
+        with pytest.raises(ChainError, match="number=3"):
+            subscriber.plan(number=3)
+
+    assert store.reads(lambda: subscriber.find("0" * 64)) <= 1
+    assert store.reads(lambda: subscriber.plan(SPEC.version(3))) == 0
+    assert store.reads(version_3) == 0
+
+
+def test_a_version_beyond_the_newest_is_refused_without_reading_back():
+    channel = Channel()
+    for _ in range(5):
+        channel.delta()
+    channel.anchor(5)
+    store = Counting(channel.store)
+    subscriber = Subscriber(store)
+    subscriber.refresh()
+    _ = subscriber.schema
+
+    def version_9() -> None:
+        with pytest.raises(ChainError, match="number=9"):
+            subscriber.plan(number=9)
+
+    assert store.reads(version_9) == 0
+
+
+def test_a_long_follower_keeps_a_bounded_part_of_the_log_and_still_finds_its_way(monkeypatch):
+    monkeypatch.setattr(subscriber_module, "_KEPT", 4)
+    channel = Channel()
+    subscriber = channel.subscriber()
+    for number in range(1, 13):
+        channel.delta()
+        subscriber.refresh()
+        assert len(subscriber._records) <= 4
+        assert seqs(subscriber.plan(SPEC.version(number - 1))) == [number + 2]
+    assert seqs(subscriber.plan(SPEC.version(2))) == list(range(5, 15))
+    assert_version(subscriber.materialise(), 12)
+    assert subscriber.find(SPEC.version(0).root) == SPEC.version(0)
+    assert seqs(subscriber.history()) == list(range(1, 15))
+    channel.delta()
+    assert seqs(subscriber.refresh()) == [15]
+    assert len(subscriber._records) == 4
 
 
 def test_a_gap_is_told_and_crossed_only_by_an_anchor():
@@ -338,7 +503,7 @@ def test_what_lies_below_the_low_water_mark_is_no_way():
     )
     subscriber = channel.subscriber()
     assert seqs(subscriber.plan(SPEC.version(0))) == [5]
-    with pytest.raises(ChainError, match="no anchor leads"):
+    with pytest.raises(ChainError, match="no longer kept"):
         subscriber.plan(None, number=0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from vllm_delta.errors import ChainError, SettingsError
 from vllm_delta.format import Manifest, Version
@@ -46,6 +46,26 @@ def cheapest(
     if best is None:
         raise _no_way(goal, refused)
     return best
+
+
+def within_reach(manifests: Iterable[Manifest], reference_bytes: int) -> Iterator[Manifest]:
+    """The newest part of a chain: as far back as deltas to its end may cost less than an anchor.
+
+    Args:
+        manifests: the verified chain, the newest first; read no further than that.
+        reference_bytes: what an anchor by reference counts.
+    """
+    least: int | None = None
+    cost = 0
+    for manifest in manifests:
+        yield manifest
+        if manifest.kind == "delta":
+            cost += manifest.payload_bytes
+        elif manifest.kind == "anchor":
+            whole = manifest.payload_bytes if manifest.reference is None else reference_bytes
+            least = cost + whole if least is None else min(least, cost + whole)
+        if least is not None and cost >= least:
+            return
 
 
 def _leading_to(goal: Version, manifests: Iterable[Manifest]) -> Iterable[Manifest]:

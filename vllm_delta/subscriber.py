@@ -13,6 +13,7 @@ from vllm_delta.codec.blob import BlobKind
 from vllm_delta.errors import (
     ChainError,
     ChannelError,
+    DeltaError,
     DigestError,
     FormatError,
     UnsupportedError,
@@ -20,11 +21,17 @@ from vllm_delta.errors import (
 from vllm_delta.events import Fetched, Hook, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import BlobRef, Manifest, Schema, Version, parse_schema
-from vllm_delta.plan import cheapest
+from vllm_delta.plan import cheapest, within_reach
 from vllm_delta.replay import replay
 
 if TYPE_CHECKING:
     from vllm_delta.codec.order import Unsigned
+
+_BROKEN = (ChainError, DigestError, FormatError, UnsupportedError)
+"""What a record that is missing, unreadable or another's raises."""
+
+_KEPT = 1024
+"""Records kept from one refresh to the next; older ones are read again where they are needed."""
 
 
 class Subscriber:
@@ -32,7 +39,8 @@ class Subscriber:
 
     Nothing is read before the first `refresh`. A manifest is believed only as the verified
     successor of the one before, from an anchor on; a blob only with its manifest's digest. After
-    an error the subscriber stands where it stood. Methods block on the store. Not thread-safe.
+    an error the subscriber stands where it stood. Methods block on the store. Memory is bounded,
+    except by `history`. Not thread-safe.
 
     Args:
         channel: a directory or URL, or an open store.
@@ -88,8 +96,9 @@ class Subscriber:
         """Read and verify what the channel has since the last call.
 
         The first call begins at the newest anchor. When the next manifest does not continue the
-        chain, the newest anchor's chain is taken instead, if it is of the same channel and leads
-        to no older version.
+        chain or cannot be read, the newest anchor's chain is taken instead, if it is of the same
+        channel and leads to no older version. An error after manifests that verify leaves those
+        for good, and is raised by the next call.
 
         Returns:
             The manifests that came, oldest first; none when there is nothing new.
@@ -99,16 +108,15 @@ class Subscriber:
             ChannelError: the store cannot be reached.
             FormatError, DigestError, UnsupportedError: a manifest cannot be read.
         """
-        if not self._records:
-            return self._begin()
-        came: list[Record] = []
+        came: list[Manifest] = []
         try:
-            while (record := self._log.read_next((came or self._records)[-1])) is not None:
-                came.append(record)
-        except ChainError as error:
-            return self._begin(error)
-        self._records += came
-        return [record.manifest for record in came]
+            self._read_on(came)
+        except DeltaError:
+            if not came:
+                raise
+        finally:
+            del self._records[:-_KEPT]
+        return came
 
     def history(self) -> list[Manifest]:
         """All manifests from the channel's first, verified; those not yet read are read now.
@@ -116,19 +124,22 @@ class Subscriber:
         Raises:
             ChainError: a manifest is missing or is not what its successor names.
         """
-        for _ in self._backwards(strict=True):
+        for _ in self._backwards(1, strict=True):
             pass
         return [record.manifest for record in self._records]
 
     def find(self, root: str) -> Version | None:
         """The published version with that root, the newest if several; None when there is none.
 
-        Reads the log back to its beginning, as far as it verifies, before it says None.
+        Looks back, as far as the log verifies and its blobs are kept, while deltas from there can
+        be a cheaper way to the newest version than an anchor is: a reader that holds an older
+        version takes an anchor whether it is known or not.
         """
-        for record in self._backwards():
-            target = record.manifest.target
-            if target is not None and target.root == root:
-                return target
+        if self.newest is None:
+            return None
+        for manifest in within_reach(self._held(), self.schema.n_bytes):
+            if manifest.target is not None and manifest.target.root == root:
+                return manifest.target
         return None
 
     def plan(self, resident: Version | None = None, *, number: int | None = None) -> list[Manifest]:
@@ -144,7 +155,7 @@ class Subscriber:
             Manifests to take in order; none when `resident` is that version.
 
         Raises:
-            ChainError: the version was never published, or nothing leads to it any more.
+            ChainError: the version was never published, or nothing leads to it any longer.
             ChannelError: nothing is published yet.
         """
         return self._cheapest(resident, number, self.schema.n_bytes)
@@ -218,35 +229,59 @@ class Subscriber:
         *_, (_, replica) = replay(self.schema, path, self.changes, base)
         return replica.tensors()
 
-    def _begin(self, doubt: ChainError | None = None) -> list[Manifest]:
-        """Take up the newest anchor's chain, in place of the one read so far if in doubt."""
-        tail = self._log.tail()
-        if tail is None:
-            if doubt is not None:
-                raise doubt
-            return []
-        records = self._log.read_from_anchor(tail)
-        if doubt is not None and not _replaces(self._records[-1].manifest, tail.manifest):
-            raise doubt
-        self._records = records
-        return [record.manifest for record in records]
+    def _read_on(self, came: list[Manifest]) -> None:
+        """Read to the tail. What verifies is kept and added to `came`, whatever comes after it."""
+        try:
+            if self._records:
+                while (record := self._log.read_next(self._records[-1])) is not None:
+                    self._records.append(record)
+                    came.append(record.manifest)
+            elif (tail := self._log.tail()) is not None:
+                self._records = self._log.read_from_anchor(tail)
+                came += [record.manifest for record in self._records]
+        except _BROKEN:
+            if not self._records or not (around := self._around()):
+                raise
+            came += around
 
-    def _backwards(self, *, strict: bool = False) -> Iterator[Record]:
-        """Verified records from the newest to the channel's first, read where not yet at hand.
+    def _around(self) -> list[Manifest]:
+        """Take the newest anchor's chain in place of one that is broken.
+
+        Returns:
+            What is new in it; nothing when there is none that may stand in.
+        """
+        known = {record.digest for record in self._records}
+        try:
+            tail = self._log.tail()
+            if tail is None or not _replaces(self._records[-1].manifest, tail.manifest):
+                return []
+            self._records = self._log.read_from_anchor(tail)
+        except _BROKEN:
+            return []
+        return [record.manifest for record in self._records if record.digest not in known]
+
+    def _held(self) -> Iterator[Manifest]:
+        """Verified manifests whose blobs are kept, the newest first."""
+        return self._backwards(self._records[-1].manifest.low)
+
+    def _backwards(self, first: int, *, strict: bool = False) -> Iterator[Manifest]:
+        """Verified manifests from the newest to record `first`, read where not yet at hand.
 
         Before the anchor that the chain was taken up at, a record that is missing or does not
         verify is an error if `strict`; else the channel counts as beginning after it.
         """
-        yield from reversed(self._records)
-        while self._records and self._records[0].seq > 1:
+        for record in reversed(self._records):
+            if record.seq >= first:
+                yield record.manifest
+        while self._records and self._records[0].seq > first:
             try:
                 record = self._before(self._records[0])
-            except (ChainError, DigestError, FormatError, UnsupportedError):
+            except _BROKEN:
                 if strict:
                     raise
                 return
             self._records.insert(0, record)
-            yield record
+            yield record.manifest
 
     def _before(self, record: Record) -> Record:
         before = self._log.read(record.seq - 1)
@@ -262,20 +297,20 @@ class Subscriber:
         goal = self._version(number)
         if goal == resident:
             return []
-        low = self._records[-1].manifest.low
-        manifests = (record.manifest for record in self._backwards() if record.seq >= low)
-        return cheapest(manifests, goal, resident, reference_bytes)
+        return cheapest(self._held(), goal, resident, reference_bytes)
 
     def _version(self, number: int | None) -> Version:
+        if self.newest is None:
+            raise ChannelError("nothing is published on the channel yet")
         if number is None:
-            if self.newest is None:
-                raise ChannelError("nothing is published on the channel yet")
             return self.newest
-        for record in self._backwards():
-            target = record.manifest.target
-            if target is not None and target.number == number:
+        for manifest in self._held():
+            target = manifest.target
+            if target is None or target.number < number:
+                break  # numbers only grow
+            if target.number == number:
                 return target
-        raise ChainError("the version was never published", number=number)
+        raise ChainError("the version was never published or is no longer kept", number=number)
 
     def _blob(self, ref: BlobRef) -> bytes:
         try:
