@@ -8,7 +8,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -17,7 +16,15 @@ import torch
 
 from vllm_delta.channel import Log, Record, Store, open_channel
 from vllm_delta.codec import Change, decode, encode_anchor, encode_delta, encode_reference
-from vllm_delta.errors import DeltaError, FencedError, SettingsError
+from vllm_delta.commit import Commit, Costs, PublisherSettings
+from vllm_delta.errors import (
+    ChainError,
+    DeltaError,
+    DigestError,
+    FencedError,
+    FormatError,
+    UnsupportedError,
+)
 from vllm_delta.events import Claimed, Failed, Hook, Published, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import BlobRef, Manifest, Reference, Version, parse_schema
@@ -26,29 +33,8 @@ from vllm_delta.weights import Model, ModelWeights, mismatch
 
 __all__ = ["Published", "Publisher", "PublisherSettings"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class PublisherSettings:
-    """How a publisher codes and when it writes anchors.
-
-    Attributes:
-        raw_above: share of a tensor's elements, 0 to 1; with more changed it is replaced whole.
-        anchor_ratio: an anchor is due once the deltas since the newest one hold more than this
-            many times its bytes. An anchor by reference counts as the model's bytes.
-        blob_bytes: size at which a new blob is begun.
-    """
-
-    raw_above: float = 0.30
-    anchor_ratio: float = 1.0
-    blob_bytes: int = 64 << 20
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.raw_above <= 1:
-            raise SettingsError("a share is between 0 and 1", raw_above=self.raw_above)
-        if not self.anchor_ratio > 0:
-            raise SettingsError("a ratio is above 0", anchor_ratio=self.anchor_ratio)
-        if not 1 <= self.blob_bytes <= 512 << 20:
-            raise SettingsError("not between 1 byte and 512 MiB", blob_bytes=self.blob_bytes)
+_BROKEN = (ChainError, DigestError, FormatError, UnsupportedError)
+"""What a record that is missing, unreadable or another's raises."""
 
 
 class Publisher:
@@ -56,8 +42,9 @@ class Publisher:
 
     The constructor claims the channel; another publisher on it fails at its next commit and stays
     stopped. On an empty channel it publishes version 0 as an anchor. On a channel whose newest
-    version is bit for bit the model's, it goes on from there. Any other weights of the same names,
-    types and shapes (an older checkpoint, say) begin anew with an anchor of the next number.
+    version is bit for bit the model's, it goes on from there, by an anchor first where the log is
+    damaged and a new reader could not get there. Any other weights of the same names, types and
+    shapes (an older checkpoint, say) begin anew with an anchor of the next number.
 
     Extra memory: the published bits on the CPU (the shadow), one tensor, and the payload of the
     version being published. Blocking; not thread-safe: the weights must not change during a call.
@@ -100,7 +87,7 @@ class Publisher:
             self._check_schema(tail.manifest)
         self._shadow = Shadow(self.schema, self._weights.read())
         self._state: Literal["open", "closed", "torn", "fenced"] = "open"
-        self._pending: _Commit | None = None
+        self._pending: Commit | None = None
         self._since_anchor = 0
         self._anchor_bytes = 0
         self._start(reference)
@@ -121,6 +108,8 @@ class Publisher:
             FencedError: another publisher owns the channel. Final.
             ModelMismatchError: a tensor came, went or changed its shape or type.
             ChannelError, ChannelFullError: the store did not take it.
+            ChainError: our newest record has gone from the store (a restored copy, say); nothing
+                is written. Make a new publisher.
         """
         with self._reporting("publish"):
             self._settle()
@@ -165,7 +154,8 @@ class Publisher:
             self._publish_anchor(target, self._original(reference, target))
         else:
             self._version = standing
-            self._measure(fence)
+            if not self._take_up():
+                self._publish_anchor(standing, self._original(reference, standing))
 
     def _check_schema(self, manifest: Manifest) -> None:
         ref = manifest.schema
@@ -175,17 +165,25 @@ class Publisher:
 
     def _original(self, reference: Reference | None, target: Version) -> Reference | None:
         """The reference, when the channel began with it and the weights are those again."""
-        first = None if reference is None else self._log.read(2)
+        try:
+            first = None if reference is None else self._log.read(2)
+        except _BROKEN:
+            return None
         if first is None or first.manifest.reference != reference:
             return None
         begun = first.manifest.target
         return reference if begun is not None and begun.root == target.root else None
 
-    def _measure(self, tail: Manifest) -> None:
-        """Take up the sizes that decide when an anchor is due, from the newest anchor on."""
-        for seq in range(tail.anchor or tail.seq, tail.seq):
-            if (record := self._log.read(seq)) is not None:
-                self._count(record.manifest)
+    def _take_up(self) -> bool:
+        """Whether the newest anchor leads to our fence; its sizes decide when one is due again."""
+        assert self._log.position is not None
+        try:
+            chain = self._log.read_from_anchor(self._log.position)
+        except _BROKEN:
+            return False
+        for record in chain:
+            self._count(record.manifest)
+        return True
 
     def _count(self, manifest: Manifest) -> None:
         if manifest.kind == "delta":
@@ -196,8 +194,8 @@ class Publisher:
             self._since_anchor = 0
 
     def _publish_delta(self) -> Published:
-        costs = _Costs()
-        commit = _Commit("delta", self._version)
+        costs = Costs()
+        commit = Commit("delta", self._version, base=self._version)
         prints = list(self._shadow.fingerprints)
         proof = Proof(self.schema, "delta")
         changes = proof.watch(self._changes(costs, prints))
@@ -211,7 +209,7 @@ class Publisher:
         commit.target = Version(self._version.number + 1, root(self.schema, prints))
         return self._published("delta", self._commit(commit, costs), costs)
 
-    def _changes(self, costs: _Costs, prints: list[int]) -> Iterator[Change]:
+    def _changes(self, costs: Costs, prints: list[int]) -> Iterator[Change]:
         """Every tensor that differs from the shadow, in schema order."""
         mark = time.perf_counter()
         for tensor, bits in enumerate(self._weights.read()):
@@ -226,8 +224,8 @@ class Publisher:
         costs.diff_s += time.perf_counter() - mark
 
     def _publish_anchor(self, target: Version, reference: Reference | None) -> Published:
-        costs = _Costs()
-        commit = _Commit("anchor", target, reference=reference)
+        costs = Costs()
+        commit = Commit("anchor", target, reference=reference)
         commit.schema = self._put(self.schema.to_bytes(), costs)
         proof = Proof(self.schema, "anchor" if reference is None else "reference")
         blobs: Iterable[bytes]
@@ -243,19 +241,20 @@ class Publisher:
         proof.finish()
         return self._published("anchor", self._commit(commit, costs), costs)
 
-    def _put(self, data: bytes, costs: _Costs) -> BlobRef:
+    def _put(self, data: bytes, costs: Costs) -> BlobRef:
         mark = time.perf_counter()
         ref = self._log.put_blob(data)
         costs.payload_bytes += len(data)
         costs.upload_s += time.perf_counter() - mark
         return ref
 
-    def _commit(self, commit: _Commit, costs: _Costs) -> Record:
+    def _commit(self, commit: Commit, costs: Costs) -> Record:
         mark = time.perf_counter()
         self._pending = commit
         try:
             record = self._log.append(
                 commit.kind,
+                base=commit.base,
                 target=commit.target,
                 blobs=commit.refs,
                 schema=commit.schema,
@@ -270,7 +269,7 @@ class Publisher:
         self._land(commit, record)
         return record
 
-    def _land(self, commit: _Commit, record: Record) -> None:
+    def _land(self, commit: Commit, record: Record) -> None:
         """Move to what has been committed."""
         state, self._state = self._state, "torn"
         for blob in commit.blobs:
@@ -291,7 +290,7 @@ class Publisher:
         if self._pending is not None and (record := self._log.settle()) is not None:
             self._land(self._pending, record)
 
-    def _published(self, kind: str, record: Record | None, costs: _Costs) -> Published:
+    def _published(self, kind: str, record: Record | None, costs: Costs) -> Published:
         seconds = time.perf_counter() - costs.started
         published = Published(
             version=self._version,
@@ -319,26 +318,3 @@ class Publisher:
                 self._state = "fenced"
             emit(self._hooks, Failed(operation, error))
             raise
-
-
-@dataclass
-class _Costs:
-    """What one call has cost so far."""
-
-    started: float = field(default_factory=time.perf_counter)
-    n_changed: int = 0
-    payload_bytes: int = 0
-    diff_s: float = 0.0
-    upload_s: float = 0.0
-
-
-@dataclass
-class _Commit:
-    """A record on its way; a delta's blobs are kept to move the shadow by the very bytes sent."""
-
-    kind: Literal["delta", "anchor"]
-    target: Version
-    reference: Reference | None = None
-    schema: BlobRef | None = None
-    refs: list[BlobRef] = field(default_factory=list)
-    blobs: list[bytes] = field(default_factory=list)
