@@ -166,6 +166,19 @@ def test_ls_of_an_empty_channel(tmp_path, capsys):
     assert "nothing is published" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_a_mistyped_path_is_told_and_not_taken_for_an_empty_channel(run, capsys, form):
+    run.publish()
+    typo = form.format(run.channel.with_name("chanel"))
+    for words in (["ls", typo], ["show", typo], ["verify", typo], ["apply", typo, run.out]):
+        status, result, error = told(capsys, *words)
+        assert (status, result["error"]["kind"]) == (3, "ChannelError")
+        assert "is not there" in error
+        assert "chanel" in error
+    assert not run.channel.with_name("chanel").exists()
+    assert not run.out.exists()
+
+
 def test_show_tells_what_changed_in_each_tensor(run, capsys):
     run.publish()
     status, result, _ = told(capsys, "show", run.channel, 1)

@@ -15,8 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from vllm_delta import report
+from vllm_delta.channel import LocalStore, open_channel
 from vllm_delta.checkpoint import check_free, read_checkpoint, write_checkpoint
 from vllm_delta.errors import EXIT_CODES, ChannelError, DeltaError
 from vllm_delta.format import Manifest
@@ -86,7 +88,13 @@ def _number(text: str) -> int:
 
 
 def _open(options: argparse.Namespace) -> Subscriber:
-    subscriber = Subscriber(options.channel)
+    """The channel as it stands; unlike for those who follow one, it must be there."""
+    store = open_channel(options.channel)
+    if isinstance(store, LocalStore):
+        path = os.fsdecode(unquote_to_bytes(urlsplit(store.url).path))
+        if not os.path.exists(path):
+            raise ChannelError("the channel's directory is not there", path=path)
+    subscriber = Subscriber(store)
     subscriber.refresh()
     return subscriber
 
