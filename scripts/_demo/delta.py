@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -60,24 +61,41 @@ class Follower:
         """The version that is served."""
         return _number(self._status())
 
-    def wait_for(self, number: int) -> Arrival:
-        """Waits until the version is served on every rank.
+    def wait_until_attached(self, number: int) -> None:
+        """Waits until the server knows that it holds the version.
 
         Raises:
             FollowError: the server refuses, or took too long.
         """
+        self._wait(number, lambda status: _number(status) == number)
+
+    def wait_for(self, number: int) -> Arrival:
+        """Waits until the version has been committed and is served on every rank.
+
+        Raises:
+            FollowError: the server refuses, or took too long.
+        """
+
+        def has_come(status: dict[str, Any]) -> bool:
+            commit = status["last_commit"]
+            # The ranks hold a version a moment before the server has told of the commit.
+            return commit is not None and number in commit["versions"] and number == _number(status)
+
+        commit = self._wait(number, has_come)["last_commit"]
+        return Arrival(
+            at=commit["at"],
+            stage_s=commit["stage_s"],
+            check_ms=commit["check_ms"],
+            apply_ms=commit["apply_ms"],
+            pause_ms=commit["pause_ms"],
+        )
+
+    def _wait(self, number: int, has_come: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
             status = self._status()
-            if _number(status) == number:
-                commit = status["last_commit"] or {"at": time.time(), "versions": []}
-                return Arrival(
-                    at=commit["at"],
-                    stage_s=commit.get("stage_s", 0.0),
-                    check_ms=commit.get("check_ms", 0.0),
-                    apply_ms=commit.get("apply_ms", 0.0),
-                    pause_ms=commit.get("pause_ms", 0.0),
-                )
+            if has_come(status):
+                return status
             if status["state"] in _HOPELESS:
                 raise FollowError(f"the server does not follow: {status}")
             time.sleep(_POLL_S)

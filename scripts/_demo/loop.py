@@ -80,7 +80,7 @@ class Loop:
 
     def run(self, n_versions: int, findings: Findings) -> None:
         """Makes `n_versions` versions while other clients stream; adds to `findings`."""
-        self.follower.wait_for(self._publisher.version.number)
+        self.follower.wait_until_attached(self._publisher.version.number)
         self._note_served()
         with self._traffic:
             self._progress.say(f"{_N_STREAMS} other clients stream from now on")
