@@ -27,7 +27,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine_in_process(llama: Path) -> LocalEngine:
     """One engine in this process with our extension; `engine` is how a test gets it."""
-    return LocalEngine(llama)
+    from vllm.config import WeightTransferConfig
+
+    return LocalEngine(llama, weight_transfer_config=WeightTransferConfig(backend="vllm_delta"))
 
 
 @pytest.fixture
