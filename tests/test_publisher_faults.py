@@ -1,0 +1,198 @@
+"""Publishing while stores fail, processes die and memory is short."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import vllm_delta.publisher as publisher_module
+from tests.nets import BF16, Net, assert_same, expected, nudge, read
+from vllm_delta.channel import Log
+from vllm_delta.errors import (
+    ChannelError,
+    ChannelFullError,
+    DeltaError,
+)
+from vllm_delta.publisher import Publisher
+from vllm_delta.testing import FaultyChannel, MemoryStore, SimulatedCrash
+
+
+@pytest.mark.parametrize("fault", ["transport", "lost_answer", "late"])
+def test_after_a_failed_publish_the_next_has_everything(fault):
+    """Whichever call of a publish fails and however, no change is lost and none sent twice."""
+    at, reached = 0, True
+    while reached:
+        store, net = MemoryStore(), Net()
+        channel = FaultyChannel(store)
+        publisher = Publisher(channel, net, dtype=BF16)
+        channel.script([None] * at + [fault])
+        nudge(net)
+        with contextlib.suppress(ChannelError):
+            publisher.publish()
+        reached = not channel._script
+        channel._script.clear()
+        channel.deliver()
+        nudge(net, 10)
+        publisher.publish()
+        assert_same(read(store), expected(net))
+        assert publisher.version == Log(store).tail().manifest.target
+        at += 1
+    assert at > 5
+
+
+def test_a_store_that_stays_away_keeps_the_version_in_doubt_until_it_is_back():
+    store, net = MemoryStore(), Net()
+    channel = FaultyChannel(store)
+    publisher = Publisher(channel, net, dtype=BF16)
+    nudge(net)
+    # blob, the record before ours, then the write lands and every answer is lost
+    channel.script([None, None, "lost_answer", *["transport"] * 30])
+    for _ in range(2):
+        with pytest.raises(ChannelError):
+            publisher.publish()
+    assert publisher.version.number == 0
+    channel._script.clear()
+    nudge(net, 10)
+    assert publisher.publish().version.number == 2
+    assert_same(read(store), expected(net))
+
+
+def test_a_trainer_that_dies_anywhere_leaves_a_channel_the_next_one_takes_over():
+    at = 0
+    while True:
+        store, net = MemoryStore(), Net()
+        channel = FaultyChannel(store, crash_at=at)
+        died = True
+        try:
+            publisher = Publisher(channel, net, dtype=BF16)
+            nudge(net)
+            publisher.publish()
+            died = False
+        except SimulatedCrash:
+            pass
+        successor = Publisher(store, net, dtype=BF16)
+        nudge(net, 10)
+        successor.publish()
+        assert_same(read(store), expected(net))
+        if not died:
+            break
+        at += 1
+    assert at > 8
+
+
+def test_a_wrong_encoder_publishes_nothing(monkeypatch):
+    store, net = MemoryStore(), Net()
+    publisher = Publisher(store, net, dtype=BF16)
+    before = store.list("")
+    right = publisher_module.encode_delta
+
+    def wrong(schema, changes, **options):
+        for change in changes:
+            change.steps[0] += 1
+            yield from right(schema, [change], **options)
+
+    nudge(net)
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher_module, "encode_delta", wrong)
+        with pytest.raises(DeltaError, match="does not decode"):
+            publisher.publish()
+    assert store.list("") == before
+    assert publisher.publish().version.number == 1
+    assert_same(read(store), expected(net))
+
+
+def test_a_publisher_interrupted_while_its_shadow_moves_refuses_to_go_on(monkeypatch):
+    store, net = MemoryStore(), Net()
+    publisher = Publisher(store, net, dtype=BF16)
+
+    def interrupt(changes):
+        raise KeyboardInterrupt
+
+    nudge(net)
+    monkeypatch.setattr(publisher._shadow, "advance", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.publish()
+    with pytest.raises(DeltaError, match="make a new publisher"):
+        publisher.publish()
+    again = Publisher(store, net, dtype=BF16)
+    assert again.version.number == 1
+    assert_same(read(store), expected(net))
+
+
+@contextlib.contextmanager
+def largest_file(n_bytes: int):
+    """Have the operating system refuse files larger than this, as a quota would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_directory_is_told_and_the_next_publish_has_everything(tmp_path):
+    net = Net()
+    publisher = Publisher(tmp_path / "channel", net, dtype=BF16)
+    nudge(net)
+    files = sorted(tmp_path.rglob("*"))
+    with largest_file(100), pytest.raises(ChannelFullError):
+        publisher.publish()
+    assert sorted(tmp_path.rglob("*")) == files
+    nudge(net, 10)
+    assert publisher.publish().version.number == 1
+    assert_same(read(tmp_path / "channel"), expected(net))
+
+
+def test_a_directory_that_vanishes_is_not_made_again(tmp_path):
+    net = Net()
+    publisher = Publisher(tmp_path / "channel", net, dtype=BF16)
+    shutil.rmtree(tmp_path / "channel")
+    nudge(net)
+    with pytest.raises(ChannelError):
+        publisher.publish()
+    assert not (tmp_path / "channel").exists()
+
+
+# Memory
+
+
+def test_publishing_takes_the_shadow_and_one_tensor():
+    """Peak memory beyond the model's, in a process of its own, at 1 % changed."""
+    script = """
+        import torch
+        from vllm_delta.publisher import Publisher
+        from vllm_delta.testing import MemoryStore
+        from vllm_delta.format import Reference
+
+        def make(n):
+            return {f"w{i}": torch.zeros(n // 1000, 1000, dtype=torch.bfloat16) for i in range(8)}
+
+        def cycle(tensors):
+            publisher = Publisher(MemoryStore(), tensors, reference=Reference("a/b"))
+            for tensor in tensors.values():
+                tensor.view(-1).view(torch.int16)[::100] += 1
+            assert publisher.publish().n_changed * 100 == sum(t.numel() for t in tensors.values())
+
+        def peak():  # of this process alone; getrusage's starts at the parent's
+            (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+            return 1024 * int(line.split()[1])
+
+        cycle(make(10_000))  # compiles and imports
+        tensors = make(16_000_000)
+        for tensor in tensors.values():
+            tensor.view(torch.int16).fill_(0x3F80)
+        before = peak()
+        cycle(tensors)
+        print((peak() - before) / (16_000_000 * 2))
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    in_tensors = float(result.stdout)
+    assert 7.5 < in_tensors < 9.0, "8 tensors of shadow, and at most one more"
