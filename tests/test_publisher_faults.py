@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import resource
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,13 +16,16 @@ import textwrap
 import pytest
 
 import vllm_delta.publisher as publisher_module
-from tests.nets import BF16, Net, assert_same, expected, nudge, read
-from vllm_delta.channel import Log
+from tests import trainer_child
+from tests.nets import BF16, Net, assert_same, bits_of, expected, nudge, read
+from vllm_delta import cli
+from vllm_delta.channel import LocalStore, Log
 from vllm_delta.errors import (
     ChannelError,
     ChannelFullError,
     DeltaError,
 )
+from vllm_delta.events import Claimed
 from vllm_delta.publisher import Publisher
 from vllm_delta.testing import FaultyChannel, MemoryStore, SimulatedCrash
 
@@ -159,6 +166,68 @@ def test_a_directory_that_vanishes_is_not_made_again(tmp_path):
     assert not (tmp_path / "channel").exists()
 
 
+# Death
+
+
+@pytest.fixture
+def trainers(tmp_path):
+    """A process that starts trainers of the test's channel, one after another, to be killed."""
+    words = [sys.executable, "-m", "tests.trainer_child", str(tmp_path / "channel")]
+    child = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    yield child
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+
+
+def n_records(channel) -> int:
+    tail = Log(LocalStore(channel)).tail()
+    return 0 if tail is None else tail.seq
+
+
+def assert_step(channel, step: int) -> None:
+    truth = trainer_child.weights(step)
+    assert_same(read(channel), {name: bits_of(tensor) for name, tensor in truth.items()})
+
+
+def go_on(channel, step: int, events: list) -> None:
+    """Take the channel over at a step and publish the next."""
+    current = trainer_child.weights(step)
+    with Publisher(channel, lambda: current, hooks=[events.append]) as successor:
+        assert_step(channel, step)
+        current = trainer_child.weights(step + 1)
+        assert successor.publish().n_changed > 0
+    assert_step(channel, step + 1)
+
+
+def test_a_killed_trainer_leaves_exactly_what_it_published_and_the_next_goes_on(trainers, tmp_path):
+    """Killed at any moment, six times; who comes next resumes, or begins anew from a step before.
+
+    What stands on the channel says of which step it is, and must be that step's weights.
+    """
+    channel, rng, events = tmp_path / "channel", random.Random(7), []
+    for back in (0, 0, 2, 0, 1, 0):
+        enough = n_records(channel) + rng.randint(1, 20)
+        print(back, file=trainers.stdin, flush=True)
+        trainer = int(trainers.stdout.readline())
+        while n_records(channel) < enough:
+            died, _, _ = select.select([trainers.stdout], [], [], 0.001)
+            assert not died, "the trainer died by itself"
+        # The moment within a publish, of some milliseconds, is drawn too; this waits for nothing.
+        select.select([], [], [], rng.random() * 0.02)
+        os.kill(trainer, signal.SIGKILL)
+        assert int(trainers.stdout.readline()) == -signal.SIGKILL
+
+        step = trainer_child.step_on(channel)
+        if step is not None:
+            assert_step(channel, step)
+        go_on(channel, step or 0, events)
+    claims = [event for event in events if isinstance(event, Claimed)]
+    assert [event.resumed for event in claims][1:] == [True] * 5
+    assert cli.main(["verify", str(channel)]) == 0
+
+
 # Memory
 
 
@@ -166,7 +235,8 @@ def test_publishing_takes_the_shadow_and_one_tensor():
     """Peak memory beyond the model's, in a process of its own, at 1 % changed."""
     script = """
         import torch
-        from vllm_delta.publisher import Publisher
+        from vllm_delta.events import Claimed
+from vllm_delta.publisher import Publisher
         from vllm_delta.testing import MemoryStore
         from vllm_delta.format import Reference
 
