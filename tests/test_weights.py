@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.nets import BF16, assert_same, read
+from tests.engine.models import ARCHITECTURES, TinyModel, write_model
+from tests.nets import BF16, assert_same, bits_of, read
 from vllm_delta.checkpoint import read_checkpoint
 from vllm_delta.errors import (
     ModelMismatchError,
@@ -68,6 +70,38 @@ def test_a_transformers_model_is_published_as_it_would_be_saved(kind, tied, tmp_
     assert publisher.publish().n_changed == n_changed
     model.to(BF16).save_pretrained(tmp_path)
     assert_same(read(store), read_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_trained_model_is_published_under_the_names_that_vllm_loads(architecture, tied, tmp_path):
+    """fp32 masters of a class of the user's own, compiled, after a step of AdamW."""
+    transformers = pytest.importorskip("transformers")
+    folder = write_model(tmp_path / "tiny", TinyModel(architecture=architecture, tied=tied))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = type("Mine", (type(loaded),), {})(loaded.config)
+    model.load_state_dict(loaded.state_dict())
+    store = MemoryStore()
+    publisher = Publisher(store, torch.compile(model), dtype=BF16)
+    wanted = read_checkpoint(folder)
+    assert_same(read(store), wanted)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(24).view(2, 12)
+    logits = model(input_ids=ids).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1).flatten()).backward()
+    optimizer.step()
+    assert publisher.publish().n_changed > 1000
+    after = read(store)
+    assert [(name, bits.shape) for name, bits in after.items()] == sorted(
+        (name, bits.shape) for name, bits in wanted.items()
+    )
+    parameters = dict(model.named_parameters())
+    for name in after.keys() & parameters.keys():
+        np.testing.assert_array_equal(after[name], bits_of(parameters[name].to(BF16)), name)
+    changed = " ".join(name for name in after if (after[name] != wanted[name]).any())
+    for part in ("model.embed_tokens", "layers.0.self_attn.q_proj", "layers.1.mlp"):
+        assert part in changed
 
 
 # A model that cannot be published
