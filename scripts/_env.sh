@@ -8,13 +8,13 @@
 # It needs Python 3.11 or newer and installs nothing outside the environment. It can be run again:
 # when nothing changed it does nothing, and after an interruption it starts over.
 #
-#   VLLM_DELTA_VENV         the folder, default .venv in the repository. An existing environment
+#   DELTA_ENV_DIR           the folder, default .venv in the repository. An existing environment
 #                           that this script did not make is used as it is and never changed.
-#   VLLM_DELTA_TORCH_INDEX  on a machine without an NVIDIA GPU: a package index that offers the CPU
+#   DELTA_ENV_TORCH_INDEX  on a machine without an NVIDIA GPU: a package index that offers the CPU
 #                           build of torch, in case pip's configured indexes do not.
 
 _env_repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-_env_venv="${VLLM_DELTA_VENV:-$_env_repo/.venv}"
+_env_venv="${DELTA_ENV_DIR:-$_env_repo/.venv}"
 if [[ $_env_venv != /* ]]; then _env_venv="$PWD/$_env_venv"; fi
 _env_marker="$_env_venv/.vllm-delta-env"
 _env_unfinished="$_env_venv/.unfinished"
@@ -146,17 +146,17 @@ _env_install_cpu() {
 }
 
 _env_install_cpu_torch() {
-  if [[ -n ${VLLM_DELTA_TORCH_INDEX:-} ]]; then
+  if [[ -n ${DELTA_ENV_TORCH_INDEX:-} ]]; then
     _env_pip "torch (CPU build)" install "torch==$_env_torch+cpu" \
-      --extra-index-url "$VLLM_DELTA_TORCH_INDEX" ||
-      _env_pip_failed "torch $_env_torch+cpu from VLLM_DELTA_TORCH_INDEX"
+      --extra-index-url "$DELTA_ENV_TORCH_INDEX" ||
+      _env_pip_failed "torch $_env_torch+cpu from DELTA_ENV_TORCH_INDEX"
     return 0
   fi
   if _env_pip "torch (CPU build)" install "torch==$_env_torch+cpu"; then return 0; fi
   if ! _env_is_not_offered; then _env_pip_failed "torch $_env_torch+cpu"; fi
   _env_say "  pip's indexes do not offer torch $_env_torch+cpu, the CPU build: PyTorch has an index"
   _env_say "  for it (pytorch.org, 'Get started', compute platform CPU, shows its address)."
-  _env_say "  To use it, stop here and run this again with VLLM_DELTA_TORCH_INDEX=<that address>."
+  _env_say "  To use it, stop here and run this again with DELTA_ENV_TORCH_INDEX=<that address>."
   _env_say "  Going on with torch's default build, which works too and takes some GB more."
   return 1
 }
@@ -264,7 +264,7 @@ _env_make() {
   fi
   if [[ ! -e $_env_marker && -e $_env_venv && -n $(ls -A "$_env_venv") ]]; then
     _env_die "$_env_venv is there and is no virtual environment" \
-      "set VLLM_DELTA_VENV to a new folder"
+      "set DELTA_ENV_DIR to a new folder"
   fi
   if _env_ready base && { [[ ${ENV_FOR:-} != demo ]] || _env_ready demo; }; then return 0; fi
   mkdir -p "$_env_venv"
@@ -293,7 +293,5 @@ if ((_env_status)); then exit "$_env_status"; fi
 export VIRTUAL_ENV="$_env_venv"
 export PATH="$_env_venv/bin:$PATH"
 unset PYTHONHOME
-# For this script alone: a server takes every VLLM_DELTA_* for a setting and refuses unknown ones.
-unset VLLM_DELTA_VENV VLLM_DELTA_TORCH_INDEX
 
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then printf '%s\n' "$_env_venv"; fi

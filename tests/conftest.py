@@ -20,10 +20,6 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# For scripts/_env.sh alone; a server refuses settings it does not know.
-for _name in ("VLLM_DELTA_VENV", "VLLM_DELTA_TORCH_INDEX"):
-    os.environ.pop(_name, None)
-
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")

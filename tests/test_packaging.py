@@ -138,7 +138,7 @@ def make_environment(folder: Path) -> subprocess.CompletedProcess[str]:
     """Asks scripts/_env.sh for the environment in `folder`."""
     return subprocess.run(
         ["bash", str(REPOSITORY / "scripts" / "_env.sh"), "path"],
-        env={**os.environ, "VLLM_DELTA_VENV": str(folder)},
+        env={**os.environ, "DELTA_ENV_DIR": str(folder)},
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -147,7 +147,7 @@ def make_environment(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_scripts_leave_a_folder_alone_that_is_no_environment(tmp_path: Path) -> None:
-    """A mistaken VLLM_DELTA_VENV is refused by name and nothing in it changes."""
+    """A mistaken DELTA_ENV_DIR is refused by name and nothing in it changes."""
     (tmp_path / "thesis.txt").write_text("draft")
     done = make_environment(tmp_path)
     assert done.returncode != 0
