@@ -25,10 +25,12 @@ def main(json_file: Path | None, seed: int) -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-delta-bench-") as folder:
         for place, name in enumerate(MODELS):
             _say(f"{place + 1}/{len(MODELS) + 1} {name}: real optimizer steps, then one engine")
-            rows += _in_a_process(["model", name, folder, str(seed)])
+            found = _in_a_process(["model", name, folder, str(seed)])
+            _print(found)
+            rows += found
         _say(f"{len(MODELS) + 1}/{len(MODELS) + 1} scaling: the same changes, 4 times the model")
         (scaling,) = _in_a_process(["scaling", folder])
-    _print(rows, scaling)
+    _print_scaling(scaling)
     problems = _problems(rows, scaling)
     for problem in problems:
         _say(f"does not hold: {problem}")
@@ -133,7 +135,7 @@ def _problems(rows: list[dict[str, Any]], scaling: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _print(rows: list[dict[str, Any]], scaling: dict[str, Any]) -> None:
+def _print(rows: list[dict[str, Any]]) -> None:
     print(_COLUMNS.format("model", "changed", "method", "ms", "extra MiB", "ours is"))
     for row in rows:
         milliseconds = f"{1e3 * row['seconds']:.1f}" if row["exact"] else "wrong"
@@ -142,6 +144,9 @@ def _print(rows: list[dict[str, Any]], scaling: dict[str, Any]) -> None:
         extra = f"{row['extra_bytes'] / 2**20:.1f}"
         changed = f"{row['changed_percent']:.2f} %"
         print(_COLUMNS.format(row["model"], changed, row["method"], milliseconds, extra, faster))
+
+
+def _print_scaling(scaling: dict[str, Any]) -> None:
     small, large = (1e3 * seconds for seconds in scaling["seconds"])
     print(
         f"scaling: {scaling['n_changes']} changes take {small:.2f} ms in {scaling['n_weights'][0]}"

@@ -121,5 +121,8 @@ def _adam_directions(
 def _inside_the_cell(rounded: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """float32 values that round to the given bf16 ones, uniform between the halfway points."""
     bits = rounded.view(torch.int16).to(torch.int32) << 16
-    jitter = torch.randint(-(1 << 15) + 1, 1 << 15, bits.shape, generator=generator)
-    return (bits + jitter.to(torch.int32)).view(torch.float32)
+    jitter = torch.randint(
+        -(1 << 15) + 1, 1 << 15, bits.shape, generator=generator, dtype=torch.int32
+    )
+    jitter[bits << 1 == 0] = 0  # below a zero's magnitude there is nothing
+    return (bits + jitter).view(torch.float32)
