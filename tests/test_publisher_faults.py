@@ -235,8 +235,7 @@ def test_publishing_takes_the_shadow_and_one_tensor():
     """Peak memory beyond the model's, in a process of its own, at 1 % changed."""
     script = """
         import torch
-        from vllm_delta.events import Claimed
-from vllm_delta.publisher import Publisher
+        from vllm_delta.publisher import Publisher
         from vllm_delta.testing import MemoryStore
         from vllm_delta.format import Reference
 
