@@ -1,20 +1,12 @@
-"""A language model learns by reinforcement while a live vLLM follows it, bit for bit.
-
-Each step samples completions from the served engine, takes one policy-gradient step on them and
-publishes the weights that changed; the engine follows without a reload while other clients stream
-from it. Then everything that is claimed is proven. Exit status 0 only if all of it holds.
-"""
+"""Runs the demonstration: follows, learns, proves."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import signal
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -25,6 +17,7 @@ from scripts._demo.client import Completion
 from scripts._demo.delta import FollowError
 from scripts._demo.loop import Loop
 from scripts._demo.model import Model, NoModelError, load_model
+from scripts._demo.options import Options, parse
 from scripts._demo.proofs import Served
 from scripts._demo.report import Findings, Progress, draw_plot, print_proofs
 from scripts._demo.server import Server, ServerError
@@ -32,25 +25,8 @@ from scripts._demo.task import draw_prompts
 from scripts._demo.trainer import Trainer
 from vllm_delta import Publisher
 
-_LEARNING_RATE = 2e-6
 _N_COMPARED = 32
 _POLL_INTERVAL_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the user chose.
-
-    Attributes:
-        work_dir: For checkpoints and logs.
-        channel: Directory or URL.
-    """
-
-    n_versions: int
-    learning_rate: float
-    seed: int
-    channel: str
-    work_dir: Path
 
 
 @dataclass(frozen=True)
@@ -143,27 +119,6 @@ def _compare(
     findings.bit_equal = findings.roots_equal and findings.rebuilt_equal and findings.digests_equal
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--versions", type=int, default=8, help="how many to make, default 8")
-    parser.add_argument("--channel", help="directory or URL, default: in the work directory")
-    parser.add_argument("--learning-rate", type=float, default=_LEARNING_RATE)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work-dir", type=Path, help="an empty one, default: a temporary one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw payload and lag there")
-    parsed = parser.parse_args(arguments)
-    if parsed.versions < 1:
-        parser.error("--versions is below 1")
-    for file in (parsed.json, parsed.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            parser.error(f"there is no directory for {file}")
-    work_dir = parsed.work_dir
-    if work_dir is not None and work_dir.exists() and any(work_dir.iterdir()):
-        parser.error(f"{work_dir} is not empty")
-    return parsed
-
-
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     """Ends the program in an orderly way, once; a second signal must not stop the stopping."""
     for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -172,35 +127,27 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Runs the demonstration; returns the exit status."""
-    parsed = _parse(arguments)
+    options = parse(sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
-    work_dir = parsed.work_dir or Path(tempfile.mkdtemp(prefix="vllm-delta-demo-"))
-    work_dir.mkdir(parents=True, exist_ok=True)
-    options = Options(
-        n_versions=parsed.versions,
-        learning_rate=parsed.learning_rate,
-        seed=parsed.seed,
-        channel=parsed.channel or str(work_dir / "channel"),
-        work_dir=work_dir,
-    )
+    options.work_dir.mkdir(parents=True, exist_ok=True)
     try:
         findings = demonstrate(options, Progress())
     except (ServerError, FollowError, NoModelError) as error:
         print(f"scripts/demo: {error}", file=sys.stderr, flush=True)
         return 1
-    if parsed.json:
-        parsed.json.write_text(findings.to_json())
-    if parsed.plot:
-        draw_plot(findings, parsed.plot)
+    if options.json is not None:
+        options.json.write_text(findings.to_json())
+    if options.plot is not None:
+        draw_plot(findings, options.plot)
     all_hold = print_proofs(findings)
     if all_hold:
         for name in ("base", "final", "rebuilt"):
-            shutil.rmtree(work_dir / name)
+            shutil.rmtree(options.work_dir / name)
     kept = "logs and channel" if all_hold else "logs, channel and checkpoints"
-    print(f"{findings.seconds:.0f} s in all; {kept} are in {work_dir}", flush=True)
+    print(f"{findings.seconds:.0f} s in all; {kept} are in {options.work_dir}", flush=True)
     return 0 if all_hold else 1
 
 
