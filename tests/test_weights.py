@@ -104,6 +104,28 @@ def test_a_trained_model_is_published_under_the_names_that_vllm_loads(architectu
         assert part in changed
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda memory: memory[::2],
+        lambda memory: memory[1:],
+        lambda memory: memory[:1].expand(33),
+        lambda memory: memory[:1, None].expand(3, 5),
+        lambda memory: memory.view(2, 32).t(),
+        lambda memory: torch._neg_view(memory),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.int16])
+def test_any_view_of_memory_is_published_as_its_values_stand(view, dtype):
+    memory = torch.arange(64).to(dtype)
+    tensors = {"w": view(memory)}
+    store = MemoryStore()
+    publisher = Publisher(store, tensors)
+    memory[:4] += 1
+    assert publisher.publish().n_changed > 0
+    assert_same(read(store), {"w": bits_of(tensors["w"].resolve_neg().clone())})
+
+
 # A model that cannot be published
 
 
@@ -114,11 +136,21 @@ def test_a_trained_model_is_published_under_the_names_that_vllm_loads(architectu
         ({"w": torch.zeros(3, device="meta")}, "without data"),
         ({"w": torch.zeros(3).to_sparse()}, "cannot be published"),
         ({"w": 3}, "not a tensor"),
+        ({"w": torch.zeros([1] * 9)}, "name='w'.*dimensions"),
+        ({"": torch.zeros(3)}, "name=''.*empty"),
+        ({"w" * 513: torch.zeros(3)}, "name='w+'.*too long"),
+        ({"w\ud800": torch.zeros(3)}, "name='w"),
+        ({3: torch.zeros(3)}, "name=3"),
+        ({"__metadata__": torch.zeros(3)}, "name='__metadata__'"),
+        ({}, "no tensors"),
     ],
 )
 def test_a_tensor_that_no_checkpoint_holds_is_refused_by_name(tensors, message):
+    """And before the channel is claimed: whoever published there goes on."""
+    store = MemoryStore()
     with pytest.raises(ModelMismatchError, match=message):
-        Publisher(MemoryStore(), tensors)
+        Publisher(store, tensors)
+    assert store.list("") == []
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch import nn
 
 from vllm_delta.codec.order import Unsigned
 from vllm_delta.conversion import Conversion
-from vllm_delta.errors import ModelMismatchError
-from vllm_delta.format import Schema, TensorSpec
+from vllm_delta.errors import FormatError, ModelMismatchError
+from vllm_delta.format import Schema, TensorSpec, parse_schema
 
 Model = nn.Module | Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 
@@ -65,6 +65,7 @@ class ModelWeights:
         self._held = self._schema(named)
         self._conversion = Conversion(self._model, named)
         self.schema = self._schema(self._conversion.tensors)
+        _check_readable(self.schema)
 
     def read(self) -> Iterator[Unsigned]:
         """The tensors' bits of now in schema order: unsigned[numel], flat, contiguous.
@@ -108,7 +109,8 @@ class ModelWeights:
         return self._dtype
 
     def _bits(self, tensor: torch.Tensor, name: str) -> Unsigned:
-        data = tensor.detach().to(self._published(tensor, name)).cpu().reshape(-1)
+        data = tensor.detach().resolve_neg().to(self._published(tensor, name)).cpu()
+        data = data.reshape(-1).contiguous()  # a vector's reshape keeps gaps between elements
         bits: Unsigned = data.view(_UNSIGNED[data.element_size()]).numpy()
         return bits
 
@@ -145,7 +147,30 @@ def _unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def _check_readable(schema: Schema) -> None:
+    """Raise ModelMismatchError for a schema that no reader would take."""
+    if not schema.tensors:
+        raise ModelMismatchError("the model has no tensors")
+    for spec in schema.tensors:
+        try:
+            parse_schema(Schema((spec,)).to_bytes())
+        except FormatError as error:
+            raise ModelMismatchError(
+                "a tensor that the format cannot hold",
+                name=spec.name[:64],
+                shape=list(spec.shape),
+                cause=str(error),
+            ) from error
+    try:
+        parse_schema(schema.to_bytes())
+    except FormatError as error:
+        raise ModelMismatchError("a model that the format cannot hold", cause=str(error)) from error
+
+
 def _check(name: str, tensor: torch.Tensor) -> None:
+    # Text that is no UTF-8 has no digest; the other name is taken in safetensors files.
+    if not isinstance(name, str) or name == "__metadata__" or not _is_utf8(name):
+        raise ModelMismatchError("not a name for a tensor", name=name)
     if not isinstance(tensor, torch.Tensor):
         raise ModelMismatchError("not a tensor", name=name, type=type(tensor).__name__)
     if hasattr(tensor, "full_tensor"):
@@ -159,6 +184,14 @@ def _check(name: str, tensor: torch.Tensor) -> None:
             dtype=str(tensor.dtype),
             layout=str(tensor.layout),
         )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _untied(named: Mapping[str, torch.Tensor], second: list[str]) -> dict[str, torch.Tensor]:
