@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_delta.codec import Change, encode_delta
+from vllm_delta.codec import Change, encode_delta, gap
 from vllm_delta.codec.order import add_steps
 from vllm_delta.errors import DeltaError
 from vllm_delta.fingerprint import coefficients, fingerprint, weigh
@@ -92,3 +92,14 @@ def test_the_proof_refuses_a_blob_that_is_not_what_was_encoded():
         proof.finish()
     proof.check(next(encode_delta(shadow.schema, [change])))
     proof.finish()
+
+
+def test_more_changes_than_a_blob_holds_replace_the_tensor(monkeypatch):
+    monkeypatch.setattr(gap, "MAX_CHANGES", 40)
+    shadow, _, new = pair("BF16", 1009, 0)
+    new[:40] ^= 1
+    assert shadow.diff(0, new, raw_above=0.3).nnz == 40
+    new[40] ^= 1
+    change = shadow.diff(0, new, raw_above=0.3)
+    assert change.bits is not None
+    assert len(list(encode_delta(shadow.schema, [change]))) == 1

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta.codec import Change, decode
+from vllm_delta.codec import Change, decode, gap
 from vllm_delta.codec.blob import BlobKind
 from vllm_delta.codec.order import Signed, Unsigned, add_steps, steps_between
 from vllm_delta.errors import DeltaError
@@ -74,7 +74,8 @@ class Shadow:
         """The change from the shadow to `new`, or None when every bit is equal.
 
         Reads both once. A tensor whose type has no steps, or with more than `raw_above` of its
-        elements changed, is replaced whole: the change then aliases `new`.
+        elements (or more than a blob holds) changed, is replaced whole: the change then aliases
+        `new`.
 
         Args:
             tensor: place in the schema.
@@ -84,7 +85,8 @@ class Shadow:
         spec, old = self.schema.tensors[tensor], self.bits[tensor]
         if not spec.stepped:
             return None if np.array_equal(old, new) else self._replacement(tensor, new)
-        change = _Collector(spec, limit=int(raw_above * spec.numel))
+        limit = min(int(raw_above * spec.numel), gap.MAX_CHANGES)
+        change = _Collector(spec, limit=limit)
         for start in range(0, spec.numel, _CHUNK):
             if not change.take(start, old[start : start + _CHUNK], new[start : start + _CHUNK]):
                 return self._replacement(tensor, new)

@@ -25,7 +25,7 @@ from vllm_delta.codec.blob import (
     parse_blob,
 )
 from vllm_delta.codec.change import Change
-from vllm_delta.errors import FormatError
+from vllm_delta.errors import FormatError, UnsupportedError
 from vllm_delta.format import MAX_BLOB_BYTES, Schema
 
 __all__ = ["Change", "decode", "encode_anchor", "encode_delta", "encode_reference", "order"]
@@ -157,7 +157,14 @@ class _Writer:
         sections[RAW_FRAMES] = b"".join(self._frames)
         data = build_blob(self._kind, self._schema, self._entries, sections)
         if len(data) > MAX_BLOB_BYTES:
-            raise ValueError(f"one tensor takes {len(data)} bytes; a blob holds {MAX_BLOB_BYTES}")
+            # More than one tensor never comes near: `has_room` begins a new blob before.
+            name = self._schema.tensors[self._entries[0].tensor].name
+            raise UnsupportedError(
+                "a tensor takes more bytes than a blob holds",
+                name=name,
+                n_bytes=len(data),
+                limit=MAX_BLOB_BYTES,
+            )
         return data
 
 
