@@ -54,7 +54,7 @@ def _follow(
     options: Options, progress: Progress, model: Model, findings: Findings, prompts: list[str]
 ) -> _Followed:
     """Trains and publishes while a server follows; then rolls it back and forth, and asks it."""
-    progress.say(f"it comes from {model.origin}; writing version 0 as a checkpoint")
+    progress.say(f"it comes from {model.origin}; writing it as a checkpoint")
     base = model.save(options.work_dir / "base")
     delta = {"channel": options.channel, "poll_interval_s": _POLL_INTERVAL_S}
     with Server("following", base, options.work_dir, delta=delta) as server:
