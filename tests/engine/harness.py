@@ -228,7 +228,7 @@ def run_module(name: str, *arguments: str) -> str:
         [sys.executable, "-m", name, *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=550,
         env=environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
         cwd=Path(__file__).parents[2],
         check=False,

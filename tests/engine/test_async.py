@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.harness import run_module
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def test_an_engine_with_steps_in_flight(llama: Path, tmp_path: Path) -> None:

@@ -108,12 +108,15 @@ def test_a_request_that_waited_across_a_commit_uses_no_older_kv(engine: LocalEng
 
 
 def test_a_rollback_does_not_bring_older_kv_back(engine: LocalEngine) -> None:
-    """The version number is the same again, but a running request may have mixed its KV."""
+    """The version is the same again, but a request that ran on may have mixed its KV."""
     follow = engine.follow(kv_policy="fresh")
+    engine.trainer.step()
+    follow.step()
     warm(engine)
     engine.trainer.step()
     follow.step()
     follow.rollback()
+    assert follow.status()["version"]["number"] == 1
     assert engine.complete(PROMPT).num_cached_tokens == 0
 
 

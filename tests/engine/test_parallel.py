@@ -12,7 +12,7 @@ import pytest
 from tests.engine.harness import fresh_completions, run_module
 from tests.engine.models import TinyModel, write_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
