@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from vllm_delta.checkpoint import read_checkpoint, write_checkpoint
-from vllm_delta.errors import ChannelFullError, SettingsError
+from vllm_delta.errors import ChannelFullError, ModelMismatchError, SettingsError
 from vllm_delta.format import TensorSpec
 
 
@@ -60,3 +60,17 @@ def test_an_output_that_cannot_be_made_is_told(tmp_path):
     for out in (tmp_path / "file", tmp_path / "file" / "out"):
         with pytest.raises(SettingsError):
             write_checkpoint(out, specs, some_bits(specs))
+
+
+def test_a_name_that_the_files_keep_for_themselves_is_refused(tmp_path):
+    specs = (TensorSpec("__metadata__", "BF16", (3,)),)
+    with pytest.raises(ModelMismatchError, match="__metadata__"):
+        write_checkpoint(tmp_path / "out", specs, some_bits(specs))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_header_without_end_is_no_checkpoint(tmp_path):
+    header = b"[" * 200_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(SettingsError, match="not a safetensors file"):
+        read_checkpoint(tmp_path)

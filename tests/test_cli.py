@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -59,7 +60,7 @@ def run(tmp_path):
 
 def command(*arguments, env=None) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "vllm_delta.cli", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=env)
 
 
 def told(capsys, *arguments) -> tuple[int, dict, str]:
@@ -208,7 +209,28 @@ def test_a_version_that_is_not_there(run, capsys, number):
         assert f"number={number}" in error
 
 
+def test_nothing_that_a_channel_says_steers_a_terminal(run, capsys):
+    run.tensors["\x1b]0;title\x07\nred\u202e"] = torch.zeros(2)
+    run.tensors["\u00e9"] = torch.zeros(2)
+    run.publish()
+    for words in (["ls"], ["show"], ["show", "0"], ["verify"]):
+        assert cli.main([words[0], str(run.channel), *words[1:]]) == 0
+        captured = capsys.readouterr()
+        assert all(c.isprintable() or c == "\n" for c in captured.out + captured.err)
+    command_line = ("show", run.channel, "0")
+    done = command(*command_line, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert r"\x1b]0;title\x07\nred\u202e" in done.stdout
+    assert r"\xe9" in done.stdout
+
+
 # Proving
+
+
+def test_an_empty_channel_proves_nothing(tmp_path, capsys):
+    status, result, error = told(capsys, "verify", tmp_path)
+    assert (status, result["error"]["kind"]) == (3, "ChannelError")
+    assert "nothing is published" in error
 
 
 def test_verify_proves_every_version(run, capsys):
@@ -259,10 +281,16 @@ def test_wrong_use_exits_with_2_and_says_how(run):
         done = command(*words)
         assert done.returncode == 2
         assert "usage: vllm-delta" in done.stderr
+        assert "_number" not in done.stderr
     done = command("ls", "s3://bucket/x")
     assert done.returncode == 2
     assert "s3://bucket/x" in done.stderr
     assert "Traceback" not in done.stderr
+    run.publish()
+    for words in (["ls", "~nobody-of-this-name/x"], ["apply", run.channel, "x" * 300]):
+        done = command(*words)
+        assert done.returncode == 2
+        assert done.stderr.startswith("vllm-delta: SettingsError: ")
 
 
 def test_help_documents_the_exit_status():
@@ -281,13 +309,19 @@ def test_a_base_that_is_no_checkpoint_is_told(run, capsys):
         assert "safetensors" in error
 
 
-def test_a_reader_that_stops_reading_is_no_error(run):
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [(["show"], 0, b""), (["show", "9"], 5, b"ChainError"), (["show", "9", "--json"], 5, b"Chain")],
+)
+def test_a_reader_that_stops_reading_is_no_error(run, words, status, said):
     run.publish()
-    words = [sys.executable, "-m", "vllm_delta.cli", "show", str(run.channel)]
+    words = [sys.executable, "-m", "vllm_delta.cli", words[0], str(run.channel), *words[1:]]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         error = process.stderr.read()
-    assert (process.returncode, error) == (0, b"")
+    assert process.returncode == status
+    assert error.count(b"\n") == (status != 0)
+    assert said in error
 
 
 def test_exit_statuses_cover_every_action():

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vllm_delta.codec.order import UNSIGNED, Unsigned
-from vllm_delta.errors import ChannelFullError, SettingsError
+from vllm_delta.errors import ChannelFullError, ModelMismatchError, SettingsError
 from vllm_delta.format import DTYPES, TensorSpec
 
 SHARD_BYTES = 5 << 30
@@ -26,8 +26,10 @@ SHARD_BYTES = 5 << 30
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _EXTRAS = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
 
 
@@ -67,9 +69,12 @@ def write_checkpoint(
 
     Raises:
         SettingsError: `out` is taken or cannot be written.
+        ModelMismatchError: a tensor's name is one that these files keep for themselves.
         ChannelFullError: the disk is full.
     """
     check_free(out)
+    if any(spec.name == _METADATA for spec in specs):
+        raise ModelMismatchError("safetensors files hold no tensor of this name", name=_METADATA)
     temporary = out.parent / f".{out.name}.{uuid.uuid4().hex}.tmp"
     try:
         temporary.mkdir(parents=True)
@@ -94,7 +99,13 @@ def write_checkpoint(
 
 def check_free(out: Path) -> None:
     """Raise SettingsError unless `out` is absent or an empty directory."""
-    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+    try:
+        taken = out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir())))
+    except OSError as error:
+        raise SettingsError(
+            "the output directory cannot be used", path=str(out), cause=str(error)
+        ) from error
+    if taken:
         raise SettingsError("the output directory is taken", path=str(out))
 
 
@@ -104,7 +115,7 @@ def _files(folder: Path) -> list[Path]:
         if index.is_file():
             places = json.loads(index.read_bytes())["weight_map"]
             return [folder / Path(name).name for name in sorted(set(places.values()))]
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (*_MALFORMED, OSError) as error:
         raise SettingsError("not a checkpoint's index", path=str(index)) from error
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
@@ -120,9 +131,9 @@ def _read_file(path: Path) -> Iterator[tuple[str, Unsigned]]:
         if not 0 < n_header <= min(_MAX_HEADER_BYTES, data.size - 8):
             raise ValueError("the header does not fit")
         header = json.loads(data[8 : 8 + n_header].tobytes())
-        header.pop("__metadata__", None)
+        header.pop(_METADATA, None)
         tensors = [_view(data[8 + n_header :], name, entry) for name, entry in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (*_MALFORMED, OSError) as error:
         raise SettingsError("not a safetensors file", path=str(path), cause=str(error)) from error
     yield from tensors
 
@@ -170,7 +181,7 @@ def _write_file(
 ) -> None:
     # Widest types first, so that every tensor is aligned.
     ordered = sorted(specs, key=lambda spec: (-spec.itemsize, spec.name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for spec in ordered:
         start, end = end, end + spec.n_bytes

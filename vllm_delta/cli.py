@@ -8,11 +8,12 @@ store is out of reach; 4 damaged bytes; 5 the chain or the base does not fit; 6 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -33,20 +34,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         result = options.run(options)
-        print(json.dumps(result, indent=2) if options.json else "\n".join(options.text(result)))
-        sys.stdout.flush()
+        _print(json.dumps(result, indent=2).splitlines() if options.json else options.text(result))
     except DeltaError as error:
         if options.json:
-            print(json.dumps({"error": error.to_dict()}, indent=2))
-        print(f"vllm-delta: {type(error).__name__}: {error}", file=sys.stderr)
+            _print(json.dumps({"error": error.to_dict()}, indent=2).splitlines())
+        _say(f"vllm-delta: {type(error).__name__}: {error}")
         return EXIT_CODES[error.action]
-    except BrokenPipeError:
-        # The reader has seen enough; keep the interpreter from telling it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print the result; a reader that has seen enough is no error."""
+    try:
+        for line in lines:
+            print(report.printable(line, sys.stdout.encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Keep the interpreter from telling it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,9 +88,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
     if number < 0:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"not the number of a version: {text[:64]!r}")
     return number
 
 
@@ -100,7 +110,8 @@ def _open(options: argparse.Namespace) -> Subscriber:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):
+        print(report.printable(text, sys.stderr.encoding), file=sys.stderr, flush=True)
 
 
 def _ls(options: argparse.Namespace) -> Row:
@@ -190,6 +201,8 @@ def _find(subscriber: Subscriber, number: int | None) -> Manifest:
 def _verify(options: argparse.Namespace) -> Row:
     base = None if options.base is None else read_checkpoint(options.base)
     subscriber = _open(options)
+    if subscriber.newest is None:
+        raise ChannelError("nothing is published on the channel yet")
     chain = subscriber.history()
     if options.version is not None:
         chosen = subscriber.plan(number=options.version)

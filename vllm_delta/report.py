@@ -68,6 +68,16 @@ def apply(result: Row) -> Iterator[str]:
     yield f"version {result['number']} in {result['out']}: {', '.join(result['files'])}"
 
 
+def printable(line: str, encoding: str | None) -> str:
+    """A line as a terminal may show it: names come from a channel and might steer one."""
+    safe = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in line
+    )
+    encoding = encoding or "ascii"
+    return safe.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def _table(rows: Sequence[Sequence[str]], *, left: set[int]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:

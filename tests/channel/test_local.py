@@ -47,6 +47,18 @@ def test_a_channel_opens_by_path_and_by_file_url(tmp_path: Path, form: str) -> N
     assert open_channel(place).url == store.url
 
 
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"%41", b"a#b?c", b"x\ny", b" ", "é".encode()])
+def test_the_url_of_any_directory_opens_it_again(tmp_path: Path, name: bytes) -> None:
+    store = LocalStore(tmp_path / os.fsdecode(name))
+    store.put("head", b"x")
+    assert open_channel(store.url).get("head", max_bytes=1) == b"x"
+
+
+def test_a_home_of_nobody_is_refused() -> None:
+    with pytest.raises(SettingsError, match="~nobody-of-this-name"):
+        open_channel("~nobody-of-this-name/x")
+
+
 def test_a_relative_path_means_where_it_was_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

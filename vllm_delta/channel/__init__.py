@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from vllm_delta.channel.chain import Record, verify_link
 from vllm_delta.channel.local import LocalStore
@@ -38,9 +39,13 @@ def open_channel(url: str | Path) -> Store:
     if scheme is None:
         if not url or "\0" in url:
             raise SettingsError("not a channel's address", url=url, supported=_SUPPORTED)
-        return LocalStore(Path(url).expanduser())
+        try:
+            return LocalStore(Path(url).expanduser())
+        except RuntimeError as error:
+            raise SettingsError("no such user's home directory", url=url) from error
     parts = urlsplit(url)
-    path = unquote(parts.path)
+    # As bytes: a directory's name need not be UTF-8.
+    path = os.fsdecode(unquote_to_bytes(parts.path))
     plain = parts.netloc in ("", "localhost") and not parts.query and not parts.fragment
     if scheme[1].lower() != "file" or not plain or "\0" in path:
         raise SettingsError("not a channel's address", url=url, supported=_SUPPORTED)
