@@ -142,6 +142,25 @@ class Subscriber:
                 return manifest.target
         return None
 
+    def version(self, number: int | None = None) -> Version:
+        """The published version with that number, None for the newest.
+
+        Raises:
+            ChainError: it was never published, or is no longer kept.
+            ChannelError: nothing is published yet.
+        """
+        if self.newest is None:
+            raise ChannelError("nothing is published on the channel yet")
+        if number is None:
+            return self.newest
+        for manifest in self._held():
+            target = manifest.target
+            if target is None or target.number < number:
+                break  # numbers only grow
+            if target.number == number:
+                return target
+        raise ChainError("the version was never published or is no longer kept", number=number)
+
     def plan(self, resident: Version | None = None, *, number: int | None = None) -> list[Manifest]:
         """The fewest bytes that lead to a version: deltas in order, or an anchor and deltas.
 
@@ -294,23 +313,10 @@ class Subscriber:
         self, resident: Version | None, number: int | None, reference_bytes: int | None
     ) -> list[Manifest]:
         """As `plan`; an anchor by reference counts `reference_bytes`, None: it is no way."""
-        goal = self._version(number)
+        goal = self.version(number)
         if goal == resident:
             return []
         return cheapest(self._held(), goal, resident, reference_bytes)
-
-    def _version(self, number: int | None) -> Version:
-        if self.newest is None:
-            raise ChannelError("nothing is published on the channel yet")
-        if number is None:
-            return self.newest
-        for manifest in self._held():
-            target = manifest.target
-            if target is None or target.number < number:
-                break  # numbers only grow
-            if target.number == number:
-                return target
-        raise ChainError("the version was never published or is no longer kept", number=number)
 
     def _blob(self, ref: BlobRef) -> bytes:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import PROMPT, LocalEngine
+from tests.engine.harness import PROMPT, LocalEngine, wait_until
 from vllm_delta import follow
 from vllm_delta.engine.settings import Settings
 from vllm_delta.errors import ChainError, EngineError, SettingsError
@@ -76,6 +76,53 @@ def test_several_versions_are_one_pause(engine: LocalEngine) -> None:
         following.apply(17)
     assert following.apply()["version"]["number"] == 5
     following.verify()
+
+
+@pytest.mark.parametrize("number", [-5, 17, 10**30])
+def test_a_version_that_is_not_there_moves_and_unpins_nothing(
+    engine: LocalEngine, number: int
+) -> None:
+    """A slip in the number does not send a server that was rolled back to the bad version."""
+    following = engine.follow()
+    for _ in range(3):
+        engine.trainer.step()
+        following.step()
+    for state, resident in (("following", 3), ("pinned", 2)):
+        with pytest.raises(ChainError, match="never published"):
+            following.apply(number)
+        status = following.status()
+        assert (status["state"], status["version"]["number"]) == (state, resident)
+        following.rollback()
+
+
+def test_a_fault_of_ours_does_not_end_following(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told, commands are answered, and the next look goes on."""
+    following = engine.follow()
+    follower = following._follower
+    monkeypatch.setattr(follower._pilot, "look", lambda: 1 / 0)
+    thread = threading.Thread(target=follower.run)
+    thread.start()
+    try:
+        error = wait_until(lambda: following.status()["error"])
+        assert (error["kind"], "division" in error["facts"]["reason"]) == ("EngineError", True)
+        monkeypatch.undo()
+        engine.trainer.step()
+        assert follower.submit(follower.apply).result(60)["version"]["number"] == 1
+        wait_until(lambda: following.status()["error"] is None)
+    finally:
+        follower.stop()
+        thread.join(60)
+
+
+def test_an_llm_follows_once(engine: LocalEngine) -> None:
+    """A second follower would fight the first, and end it on closing."""
+    following = engine.follow()
+    with pytest.raises(SettingsError, match="already"):
+        follow(engine.llm, engine.trainer.channel)
+    following.close()
+    follow(engine.llm, engine.trainer.channel).close()
 
 
 def test_a_chain_stops_before_the_version_that_does_not_fit(engine: LocalEngine) -> None:

@@ -27,6 +27,7 @@ from vllm_delta.format import Version
 logger = init_logger(f"vllm.{__name__}")
 
 _RECOMPUTE_POLL_S = 0.05
+_AFTER_FAULT_S = 10.0
 _HOPELESS = ("fix", "upgrade", "stop")
 
 
@@ -76,8 +77,14 @@ class Follower:
     def run(self) -> None:
         """Follows until `stop`; for a thread of its own."""
         while not self._stopped.is_set():
-            self._run_commands()
-            self.cycle()
+            try:
+                self._run_commands()
+                self.cycle()
+            except Exception as error:
+                # A fault of ours. It must not end following, nor leave commands unanswered.
+                logger.exception("Following goes on in %.0f s.", _AFTER_FAULT_S)
+                self._standing.fail(EngineError("following failed", reason=repr(error)))
+                self._wake.wait(_AFTER_FAULT_S)
             # The end of a recompute is only seen by looking.
             at_most_s = _RECOMPUTE_POLL_S if self._spacing.recomputing else math.inf
             self._wake.wait(min(self._settings.poll_interval_s, at_most_s))

@@ -16,6 +16,7 @@ from vllm_delta.engine.metrics import Metrics
 from vllm_delta.engine.settings import Settings, read_settings
 from vllm_delta.errors import DeltaError, EngineError, SettingsError
 
+_FOLLOWED = "_vllm_delta_followed"
 _ENTRANCES = ("generate", "chat", "enqueue", "enqueue_chat")
 
 
@@ -64,6 +65,7 @@ class Follow:
         self._llm = llm
         self._follower = Follower(LocalPort(llm), settings, metrics=Metrics(registry=None))
         self._originals = {name: getattr(llm, name) for name in _ENTRANCES}
+        llm.__dict__[_FOLLOWED] = True
         for name, original in self._originals.items():
             setattr(llm, name, self._stepping(original))
         if transfer.is_configured(llm.llm_engine.vllm_config):
@@ -110,7 +112,7 @@ class Follow:
 
     def close(self) -> None:
         """Stops following; the weights stay at their version."""
-        for name in (*_ENTRANCES, "init_weight_transfer_engine", "update_weights"):
+        for name in (*_ENTRANCES, "init_weight_transfer_engine", "update_weights", _FOLLOWED):
             self._llm.__dict__.pop(name, None)
 
 
@@ -123,7 +125,8 @@ def follow(llm: Any, channel: str | Path | None = None, settings: Settings | Non
         settings: by default those of the ``LLM``'s additional config and the environment.
 
     Raises:
-        SettingsError: the ``LLM`` has not our extension, or the settings make no sense.
+        SettingsError: the ``LLM`` has not our extension, or follows already, or the settings
+            make no sense.
     """
     config = llm.llm_engine.vllm_config
     if config.parallel_config.worker_extension_cls != plugin.EXTENSION:
@@ -132,6 +135,8 @@ def follow(llm: Any, channel: str | Path | None = None, settings: Settings | Non
             field="worker_extension_cls",
             value=config.parallel_config.worker_extension_cls,
         )
+    if llm.__dict__.get(_FOLLOWED):
+        raise SettingsError("this LLM follows a channel already; close that first")
     if settings is None:
         settings = read_settings(config.additional_config, os.environ)
     if channel is not None:

@@ -157,9 +157,12 @@ class Pilot:
         """Unpins and goes to the newest version now, or goes to ``number`` and stays there.
 
         Raises:
-            DeltaError: it could not; what was resident still is.
+            DeltaError: it could not; what was resident still is, and is pinned if it was.
         """
-        self.held = False
+        if number is None:
+            self.held = False
+        elif (back := self._driver.rollback_to) is None or back.number != number:
+            self.subscriber.version(number)  # nothing moves for a version that is not there
         if self._driver.fenced or self.damaged:
             self._heal()
         while self._before(number):

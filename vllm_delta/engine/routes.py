@@ -170,7 +170,7 @@ async def _number(request: Request) -> int | None:
         return None
     try:
         fields = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError("the body is not JSON") from error
     number = fields.get("version") if isinstance(fields, dict) else fields
     unknown = isinstance(fields, dict) and set(fields) - {"version"}
