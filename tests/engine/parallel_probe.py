@@ -26,9 +26,13 @@ def fresh_worker_digest(worker: Any, checkpoint: str) -> str:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    config = copy.deepcopy(worker.vllm_config)
+    config = copy.copy(worker.vllm_config)
+    config.model_config = copy.copy(config.model_config)
     config.model_config.model = checkpoint
-    config.compilation_config.static_forward_context.clear()
+    # Layers enter themselves here by name; a second model of one process needs its own table.
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
     with set_current_vllm_config(config):
         return digest_model(get_model(vllm_config=config))
 
