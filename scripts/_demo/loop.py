@@ -23,7 +23,7 @@ from vllm_delta import Publisher, Subscriber
 _N_PROBLEMS = 4
 _N_SAMPLES = 8
 _N_STREAMS = 6
-_N_STREAMED_TOKENS = 384 if torch.cuda.is_available() else 128
+_N_STREAMED_TOKENS = 352 if torch.cuda.is_available() else 128
 """So many that an answer takes several times as long as a version needs to arrive."""
 
 

@@ -19,6 +19,8 @@ from scripts._demo.task import draw_prompts
 
 _TIMEOUT_S = 300.0
 _N_PROMPTS = 64
+_N_MORE_TOKENS = 16
+"""Each client asks for so many more than the one before, so that they do not end together."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,22 @@ class Traffic:
     """`n_streams` clients that send one streaming request after another, each on a thread.
 
     A context manager: it starts them, and waits for the last answers when it ends.
+
+    Args:
+        n_tokens: What the first client asks for each time.
     """
 
     def __init__(self, url: str, *, n_streams: int, n_tokens: int, seed: int) -> None:
         self._url = url
-        self._n_tokens = n_tokens
         self._ended = threading.Event()
         self._done: list[Streamed] = []
         prompts = draw_prompts(random.Random(seed), _N_PROMPTS)
         self._threads = [
-            threading.Thread(target=self._run, args=(prompts[i:] + prompts[:i],), daemon=True)
+            threading.Thread(
+                target=self._run,
+                args=(prompts[i:] + prompts[:i], n_tokens + i * _N_MORE_TOKENS),
+                daemon=True,
+            )
             for i in range(n_streams)
         ]
 
@@ -91,41 +99,42 @@ class Traffic:
         spans = list(swaps)
         return sum(any(streamed.spans(*span) for span in spans) for streamed in self._done)
 
-    def _run(self, prompts: list[str]) -> None:
+    def _run(self, prompts: list[str], n_tokens: int) -> None:
         with httpx.Client(base_url=self._url, timeout=_TIMEOUT_S) as http:
             for prompt in itertools.cycle(prompts):
                 if self._ended.is_set():
                     return
-                self._done.append(self._stream(http, prompt))
+                self._done.append(_stream(http, prompt, n_tokens))
 
-    def _stream(self, http: httpx.Client, prompt: str) -> Streamed:
-        body = {
-            "model": MODEL_NAME,
-            "prompt": prompt,
-            "max_tokens": self._n_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        times: list[float] = []
-        n_tokens = 0
-        try:
-            with http.stream("POST", "/v1/completions", json=body) as response:
-                response.raise_for_status()
-                for line in response.iter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = json.loads(line.removeprefix("data: "))
-                    if event.get("choices"):
-                        times.append(time.time())
-                    elif "error" in event:
-                        raise httpx.DecodingError(str(event["error"]))
-                    n_tokens = (event.get("usage") or {}).get("completion_tokens", n_tokens)
-        except httpx.HTTPError as error:
-            return _streamed(times, repr(error))
-        if n_tokens != self._n_tokens:
-            return _streamed(times, f"{n_tokens} tokens came, {self._n_tokens} were asked for")
-        return _streamed(times, None)
+
+def _stream(http: httpx.Client, prompt: str, n_tokens: int) -> Streamed:
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "max_tokens": n_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    times: list[float] = []
+    n_came = 0
+    try:
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if event.get("choices"):
+                    times.append(time.time())
+                elif "error" in event:
+                    raise httpx.DecodingError(str(event["error"]))
+                n_came = (event.get("usage") or {}).get("completion_tokens", n_came)
+    except httpx.HTTPError as error:
+        return _streamed(times, repr(error))
+    if n_came != n_tokens:
+        return _streamed(times, f"{n_came} tokens came, {n_tokens} were asked for")
+    return _streamed(times, None)
 
 
 def _streamed(times: list[float], failure: str | None) -> Streamed:
