@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.golden import make
 from vllm_delta import codec
 from vllm_delta.codec import Change, blob, entropy, gap, order
-from vllm_delta.errors import DeltaError, FormatError, UnsupportedError
+from vllm_delta.errors import DeltaError, FormatError, ModelMismatchError, UnsupportedError
 from vllm_delta.fingerprint import fingerprint
 from vllm_delta.format import Schema, TensorSpec
 
@@ -326,3 +326,12 @@ def test_a_tensor_larger_than_a_blob_is_told_by_name(monkeypatch):
     bits = np.random.default_rng(0).integers(0, 1 << 16, 4096, dtype=np.uint16)
     with pytest.raises(UnsupportedError, match="name='w'"):
         list(codec.encode_anchor(one("BF16", 4096), [Change(0, None, None, bits, 0, 0)]))
+
+
+def test_a_tensor_larger_than_any_memory_is_told_by_name():
+    schema = one("F64", 1 << 40)
+    n = 1 << 18
+    sections = {blob.RAW_SIZES: np.ones(n, "<u4").tobytes(), blob.RAW_FRAMES: bytes(n)}
+    data = blob.build_blob("anchor", schema, [blob.Entry(0, blob.RAW, 0, 0, 5)], sections)
+    with pytest.raises(ModelMismatchError, match="name='w'"):
+        list(codec.decode(data, schema, "anchor"))

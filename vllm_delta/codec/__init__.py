@@ -25,7 +25,7 @@ from vllm_delta.codec.blob import (
     parse_blob,
 )
 from vllm_delta.codec.change import Change
-from vllm_delta.errors import FormatError, UnsupportedError
+from vllm_delta.errors import FormatError, ModelMismatchError, UnsupportedError
 from vllm_delta.format import MAX_BLOB_BYTES, Schema
 
 __all__ = ["Change", "decode", "encode_anchor", "encode_delta", "encode_reference", "order"]
@@ -68,6 +68,7 @@ def decode(data: bytes, schema: Schema, kind: BlobKind) -> Iterator[Change]:
         FormatError: the bytes break the format. Changes yielded before are valid by themselves,
             but the blob is not: use nothing of it.
         UnsupportedError: a feature this release does not know.
+        ModelMismatchError: a tensor of the schema is larger than the memory.
     """
     blob = parse_blob(data, schema, kind)
     reader = _gap_reader(blob)
@@ -78,7 +79,12 @@ def decode(data: bytes, schema: Schema, kind: BlobKind) -> Iterator[Change]:
         if entry.codec == GAP:
             indices, steps = reader.take(entry.n_changed, spec.numel, spec.itemsize, spec.name)
         elif entry.codec == RAW:
-            bits = raw.decode(frames, spec.numel, spec.itemsize)
+            try:
+                bits = raw.decode(frames, spec.numel, spec.itemsize)
+            except MemoryError as error:
+                raise ModelMismatchError(
+                    "a tensor does not fit in memory", name=spec.name, n_bytes=spec.n_bytes
+                ) from error
         yield Change(entry.tensor, indices, steps, bits, entry.touched, entry.target)
     reader.finish()
     if next(frames, None) is not None:
