@@ -63,6 +63,23 @@ def test_settings_are_checked_at_start_up(llama: Path) -> None:
     configure(llama, **bad)
 
 
+@pytest.mark.parametrize("channel", ["s3://bucket/run", "~nobody-of-this-name/x", "{file}"])
+def test_an_address_that_is_none_is_told_at_start_up(
+    llama: Path, tmp_path: Path, channel: str
+) -> None:
+    """The follower would tell it again and again, with a server that serves the base model."""
+    (tmp_path / "file").write_text("")
+    ours = {"vllm_delta": {"channel": channel.format(file=tmp_path / "file")}}
+    with pytest.raises(SettingsError, match="field=.channel"):
+        configure(llama, worker_extension_cls="vllm_delta", additional_config=ours)
+
+
+def test_a_directory_that_is_not_there_yet_is_an_address(llama: Path, tmp_path: Path) -> None:
+    """Disks are mounted late, and the trainer makes the channel."""
+    ours = {"vllm_delta": {"channel": str(tmp_path / "not" / "yet")}}
+    configure(llama, worker_extension_cls="vllm_delta", additional_config=ours)
+
+
 def test_registering_again_wraps_nothing_twice() -> None:
     """vLLM may call the plugin several times in a process."""
     before = EngineArgs.create_engine_config

@@ -21,7 +21,7 @@ from vllm_delta.engine.pilot import Pilot
 from vllm_delta.engine.settings import Settings
 from vllm_delta.engine.spacing import Spacing
 from vllm_delta.engine.standing import Standing, plain
-from vllm_delta.errors import DeltaError, EngineError, SettingsError
+from vllm_delta.errors import ChannelError, DeltaError, EngineError, SettingsError
 from vllm_delta.format import Version
 
 logger = init_logger(f"vllm.{__name__}")
@@ -221,7 +221,7 @@ class Follower:
             raise EngineError("no channel is followed", state=self._state)
         try:
             if not self._look():
-                raise EngineError("nothing is published yet", state=self._state)
+                raise ChannelError("nothing is published yet", state=self._state)
             command(self._steer())
         except DeltaError as error:
             self._standing.fail(error)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_delta.engine.settings import Settings, read_settings
-from vllm_delta.errors import SettingsError
+from vllm_delta.errors import ChannelError, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,6 +81,7 @@ def _check(config: Any) -> Settings:
             value=size,
         )
     settings = read_settings(config.additional_config, os.environ)
+    _check_channel(settings)
     if settings.kv_policy == "fresh" and config.model_config.is_multimodal_model:
         raise SettingsError(
             "embeddings of images and sound are cached without a version; set kv_policy to reset",
@@ -88,6 +89,20 @@ def _check(config: Any) -> Settings:
             value=settings.kv_policy,
         )
     return settings
+
+
+def _check_channel(settings: Settings) -> None:
+    """An address that cannot be one is told at once; a directory may come later."""
+    from vllm_delta.channel import open_channel
+
+    if settings.channel is None:
+        return
+    try:
+        open_channel(settings.channel)
+    except SettingsError as error:
+        raise SettingsError(error.message, **{"field": "channel", **error.facts}) from error
+    except ChannelError as error:
+        logger.warning("The channel is out of reach for now: %s", error)
 
 
 def _wrap_endpoint_plugins() -> None:
