@@ -70,7 +70,7 @@ def test_an_address_that_is_none_is_told_at_start_up(
     """The follower would tell it again and again, with a server that serves the base model."""
     (tmp_path / "file").write_text("")
     ours = {"vllm_delta": {"channel": channel.format(file=tmp_path / "file")}}
-    with pytest.raises(SettingsError, match="field=.channel"):
+    with pytest.raises(SettingsError, match="field='channel'"):
         configure(llama, worker_extension_cls="vllm_delta", additional_config=ours)
 
 
