@@ -61,6 +61,23 @@ def test_generate_answers_although_the_channel_is_gone(engine: LocalEngine) -> N
     away.rename(engine.trainer.channel)
 
 
+def test_a_store_that_is_not_allowed_at_first_is_followed_later(engine: LocalEngine) -> None:
+    """A folder that cannot be opened is no reason to give the channel up for good."""
+    blobs = engine.trainer.channel / "b"
+    away = blobs.rename(blobs.with_name("away"))
+    blobs.symlink_to(away)
+    following = follow(engine.llm, engine.trainer.channel)
+    try:
+        with pytest.raises(SettingsError, match="plain directory"):
+            following.step()
+        assert following.status()["state"] == "starting"
+        blobs.unlink()
+        away.rename(blobs)
+        assert following.step()["state"] == "following"
+    finally:
+        following.close()
+
+
 def test_several_versions_are_one_pause(engine: LocalEngine) -> None:
     """A reader that lags goes through the deltas in between without serving them."""
     following = engine.follow()

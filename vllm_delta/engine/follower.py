@@ -167,7 +167,8 @@ class Follower:
                 version = self._driver.resident
                 logger.info("Following %s from version %s.", self._settings.channel, version)
         except DeltaError as error:
-            if error.action in _HOPELESS:
+            # What is wrong with the store (rights, a link in a folder's place) can be put right.
+            if error.action in _HOPELESS and not isinstance(error, SettingsError):
                 self._state = "refused"
                 logger.error("Not following %s: %s", self._settings.channel, error)
             raise
