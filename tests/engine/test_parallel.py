@@ -27,29 +27,26 @@ CASES = {
     "experts, one rank": Case(TinyModel(architecture="qwen3_moe"), 1),
 }
 
+Probed = tuple[Case, Path, dict[str, Any]]
+
 _found: dict[str, tuple[Path, dict[str, Any]]] = {}
 
 
-@pytest.fixture(params=CASES)
-def probed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Case, Path, dict[str, Any]]:
+def probe(name: str, factory: pytest.TempPathFactory) -> Probed:
     """What one engine of its own process found, once per case."""
-    name = request.param
     if name not in _found:
-        directory = tmp_path_factory.mktemp("probe")
+        directory = factory.mktemp("probe")
         checkpoint = write_model(directory / "base", CASES[name].model)
-        run_module(
-            "tests.engine.parallel_probe",
-            str(checkpoint),
-            str(CASES[name].n_ranks),
-            str(directory),
-        )
+        ranks = str(CASES[name].n_ranks)
+        run_module("tests.engine.parallel_probe", str(checkpoint), ranks, str(directory))
         _found[name] = directory, json.loads((directory / "found.json").read_text())
     return CASES[name], *_found[name]
 
 
-Probed = tuple[Case, Path, dict[str, Any]]
+@pytest.fixture(params=CASES)
+def probed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Probed:
+    """The figures of each case."""
+    return probe(request.param, tmp_path_factory)
 
 
 def test_every_rank_holds_the_final_version_bit_for_bit(probed: Probed) -> None:
@@ -88,11 +85,9 @@ def test_completions_equal_those_of_fresh_engines(probed: Probed) -> None:
 
 
 @pytest.fixture
-def faults(probed: Probed) -> dict[str, Any]:
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks found when one of them failed."""
-    if probed[0].n_ranks == 1:
-        pytest.skip("needs two ranks; run by the case of two")
-    return probed[2]
+    return probe("dense, two ranks", tmp_path_factory)[2]
 
 
 def test_a_rank_that_cannot_stage_stops_both(faults: dict[str, Any]) -> None:
