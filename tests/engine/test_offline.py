@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.harness import PROMPT, LocalEngine, wait_until
+from tests.engine.harness import PROMPT, LocalEngine, Trainer, wait_until
 from vllm_delta import follow
 from vllm_delta.engine.settings import Settings
 from vllm_delta.errors import ChainError, EngineError, SettingsError
@@ -61,13 +62,17 @@ def test_generate_answers_although_the_channel_is_gone(engine: LocalEngine) -> N
     away.rename(engine.trainer.channel)
 
 
-def test_a_store_that_is_not_allowed_at_first_is_followed_later(engine: LocalEngine) -> None:
+def test_a_store_that_is_not_allowed_at_first_is_followed_later(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
     """A folder that cannot be opened is no reason to give the channel up for good."""
-    blobs = engine.trainer.channel / "b"
-    away = blobs.rename(blobs.with_name("away"))
-    blobs.symlink_to(away)
-    following = follow(engine.llm, engine.trainer.channel)
+    following = follow(engine.llm, tmp_path / "later")
     try:
+        assert following.step()["state"] == "waiting for the channel"
+        Trainer(engine.checkpoint, tmp_path / "later")
+        blobs = tmp_path / "later" / "b"
+        away = blobs.rename(blobs.with_name("away"))
+        blobs.symlink_to(away)
         with pytest.raises(SettingsError, match="plain directory"):
             following.step()
         assert following.status()["state"] == "starting"
