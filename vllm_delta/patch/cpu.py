@@ -14,7 +14,8 @@ import torch
 from vllm_delta.codec.order import SIGNED, UNSIGNED, Unsigned
 from vllm_delta.fingerprint import U64
 from vllm_delta.patch import loops
-from vllm_delta.patch.staged import Piece, Totals, Walk
+from vllm_delta.patch.pages import use_huge_pages
+from vllm_delta.patch.staged import Piece, Storage, Totals, Walk
 
 Table = npt.NDArray[np.int64]
 Kind = tuple[type[Any], type[Any], type[Any]]
@@ -38,10 +39,16 @@ class CpuBackend:
         self.n_threads = allowed if n_threads is None else n_threads
         self._pool: ThreadPoolExecutor | None = None
 
-    def warm(self, itemsizes: Iterable[int]) -> None:
+    def warm(self, storages: Iterable[Storage]) -> None:
+        unique = set(storages)
+        for storage in unique:
+            use_huge_pages(storage.address, storage.n_elements * storage.itemsize)
+        self._compile({storage.itemsize for storage in unique})
+
+    def _compile(self, itemsizes: set[int]) -> None:
         walks = np.empty((0, loops.FIRST_DIM), np.int64)
         jobs = np.empty((0, 3), np.int64)
-        for itemsize in sorted(set(itemsizes)):
+        for itemsize in sorted(itemsizes):
             bits = np.empty(0, UNSIGNED[itemsize])
             loops.walk_jobs(walks, jobs, bits, loops.SCAN, _no_sums(0))
             if itemsize <= 4:

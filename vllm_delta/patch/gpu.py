@@ -17,7 +17,7 @@ import vllm_delta_kernels as kernels
 from vllm_delta.codec.order import Unsigned
 from vllm_delta.fingerprint import MASK64
 from vllm_delta.patch.grids import grids
-from vllm_delta.patch.staged import Piece, Totals, Walk
+from vllm_delta.patch.staged import Piece, Storage, Totals, Walk
 from vllm_delta_kernels.fingerprint import LANES
 
 Kind = tuple[int, int, int]
@@ -45,10 +45,10 @@ class GpuBackend:
         self._walks: Sequence[Walk] = ()
         self._jobs: list[tuple[int, torch.Tensor]] = []
 
-    def warm(self, itemsizes: Iterable[int]) -> None:
+    def warm(self, storages: Iterable[Storage]) -> None:
         closed, n_bad = self.zeros(1), self.zeros(1)
         sums = self.zeros(1, 2, dtype=torch.int64)
-        for itemsize in sorted(set(itemsizes)):
+        for itemsize in sorted({storage.itemsize for storage in storages}):
             jobs = self.zeros(1, 14, dtype=torch.int64)
             with self.on_device():
                 kernels.scan_weights(jobs, sums, width=itemsize)

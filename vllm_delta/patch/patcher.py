@@ -70,7 +70,7 @@ class Patcher:
         for walk in self._walks:
             self._by_tensor.setdefault(walk.rectangle.tensor, []).append(walk)
         self._backend = backend or _backend_for(self._tensors.values())
-        self._backend.warm(walk.storage.itemsize for walk in self._walks)
+        self._backend.warm(walk.storage for walk in self._walks)
 
     def scan(self) -> dict[int, int]:
         """Fingerprints the resident bits, all of them.

@@ -98,8 +98,8 @@ class Builder(Protocol):
 class Backend(Protocol):
     """Runs the loops where the weights are."""
 
-    def warm(self, itemsizes: Iterable[int]) -> None:
-        """Compiles what weights of these widths need, so that no later call does."""
+    def warm(self, storages: Iterable[Storage]) -> None:
+        """Does ahead what patching these storages would otherwise do at its first call."""
 
     def scan(self, walks: Sequence[Walk]) -> dict[int, int]:
         """Rectangle index to the fingerprint of its resident bits."""
