@@ -83,7 +83,7 @@ def _make_steps(name: str, folder: Path, seed: int) -> tuple[Path, list[Path]]:
     for percent in PERCENTS:
         actual, changes = stepper.at_percent(percent)
         _say(f"  a step that changes {actual:.3f} %")
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for tensor, change in changes.items():
             arrays[f"{tensor}:indices"] = change.indices
             arrays[f"{tensor}:old"] = change.old

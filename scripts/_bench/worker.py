@@ -38,8 +38,8 @@ class BenchExtension(WorkerExtension):
         """
         from safetensors.torch import load_file
 
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        bench = Bench(model, load_file(base_file), self.vllm_config)  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()
+        bench = Bench(model, load_file(base_file), self.vllm_config)
         return [row for file in step_files for row in bench.run(_read_step(file))]
 
 
