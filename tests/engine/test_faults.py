@@ -293,3 +293,42 @@ def test_a_version_that_is_not_kept_cannot_be_rolled_back_to(engine: LocalEngine
         follow.rollback()
     assert engine.digest() == after
     assert follow.status()["state"] == "following"
+
+
+def test_a_rollback_and_a_scan_need_no_channel(engine: LocalEngine) -> None:
+    """While the store is away one can go back and scan; going forward is a typed error."""
+    follow = engine.follow()
+    before = engine.digest()
+    engine.trainer.step()
+    follow.step()
+    channel = engine.trainer.channel
+    away = channel.rename(channel.with_name("away"))
+    follow.verify()
+    follow.rollback()
+    assert engine.digest() == before
+    assert follow.status()["state"] == "pinned"
+    with pytest.raises(ChannelError):
+        follow.apply()
+    assert engine.digest() == before
+    away.rename(channel)
+    follow.apply()
+    assert follow.status()["version"]["number"] == 1
+
+
+def test_what_was_verified_before_a_bad_record_is_applied(engine: LocalEngine) -> None:
+    """A record that cannot be read stops nothing before it, also when that takes many cycles."""
+    follow = engine.follow(stage_ahead=1)
+    for _ in range(3):
+        engine.trainer.step()
+    record = engine.trainer.channel / "m" / f"{newest(engine.trainer.channel).seq:012d}"
+    whole = record.read_bytes()
+    record.write_bytes(b"{}")
+    for _ in range(4):
+        try:
+            follow.step()
+        except FormatError:
+            continue
+    assert follow.status()["version"]["number"] == 2
+    assert follow.status()["error"]["kind"] == "FormatError"
+    record.write_bytes(whole)
+    assert follow.step()["version"]["number"] == 3

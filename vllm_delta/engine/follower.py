@@ -125,11 +125,14 @@ class Follower:
         if self._state in ("no channel", "refused"):
             return
         try:
-            if self._look() and (eager or self._standing.may_retry):
+            unread = self._read()
+            if self._ready() and (eager or self._standing.may_retry):
                 self._scan_if_due()
                 self._steer().advance()
-                if self._caught_up():
-                    self._standing.succeed()
+            if unread is not None:
+                raise unread  # what was verified before it has been taken
+            if self._caught_up():
+                self._standing.succeed()
         except DeltaError as error:
             self._standing.fail(error)
         self._settle()
@@ -149,13 +152,20 @@ class Follower:
             )
         return self._pilot
 
-    def _look(self) -> bool:
-        """Reads the channel and the core's state; whether there is a version to hold."""
-        pilot = self._steer()
-        if pilot.look():
-            self._standing.retry_now()
-        if pilot.subscriber.newest is None:
+    def _read(self) -> DeltaError | None:
+        """Reads the channel; what kept it from being read to its end, if anything did."""
+        try:
+            if self._steer().look():
+                self._standing.retry_now()
+        except DeltaError as error:
+            return error
+        return None
+
+    def _ready(self) -> bool:
+        """Asks the core for its state; whether there is a version to hold."""
+        if self._pilot is None or self._pilot.subscriber.newest is None:
             return False
+        pilot = self._pilot
         self._attach(pilot)
         self._driver.refresh()
         self._spacing.observe(self._driver.n_recomputing)
@@ -185,7 +195,7 @@ class Follower:
         Raises:
             DeltaError: it could not; what was resident still is.
         """
-        return self._command(lambda pilot: pilot.go(number))
+        return self._command(lambda pilot: pilot.go(number), forward=True)
 
     def rollback(self) -> dict[str, Any]:
         """Goes back to the version before and stays there until `apply`.
@@ -217,11 +227,14 @@ class Follower:
             self._settings = dataclasses.replace(self._settings, channel=channel)
             self._state, self._steer().held = "starting", True
 
-    def _command(self, command: Callable[[Pilot], Any]) -> dict[str, Any]:
+    def _command(self, command: Callable[[Pilot], Any], *, forward: bool = False) -> dict[str, Any]:
         if self._state in ("no channel", "refused"):
             raise EngineError("no channel is followed", state=self._state)
         try:
-            if not self._look():
+            unread = self._read()
+            if unread is not None and (forward or not self._driver.attached):
+                raise unread
+            if not self._ready():
                 raise ChannelError("nothing is published yet", state=self._state)
             command(self._steer())
         except DeltaError as error:
