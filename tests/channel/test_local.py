@@ -96,9 +96,9 @@ def test_opening_and_reading_write_nothing(tmp_path: Path) -> None:
 
 def test_directories_above_the_channel_are_not_made(tmp_path: Path) -> None:
     store = open_channel(tmp_path / "unmounted" / "channel")
-    with pytest.raises(ChannelError, match="not there"):
+    with pytest.raises(ChannelError, match="folder above the channel"):
         store.get("head", max_bytes=1)
-    with pytest.raises(ChannelError, match="not there"):
+    with pytest.raises(ChannelError, match="folder above the channel"):
         store.put("head", b"x")
     assert list(tmp_path.iterdir()) == []
 

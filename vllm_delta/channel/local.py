@@ -212,6 +212,12 @@ class LocalStore:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             return SettingsError("the channel's path is not a plain directory", **facts)
         if error.errno == errno.ENOENT:
+            if not os.path.isdir(self._root.parent):
+                # Said apart: a first user waits for it to be made, and it never is.
+                return ChannelError(
+                    "the folder above the channel's directory is not there; make or mount it",
+                    **facts,
+                )
             return ChannelError("the channel's directory is not there", **facts)
         return ChannelError("the channel's directory cannot be used", **facts)
 
