@@ -28,6 +28,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 _RECOMPUTE_POLL_S = 0.05
 _AFTER_FAULT_S = 10.0
+_WAITING = "waiting for the channel"
 _HOPELESS = ("fix", "upgrade", "stop")
 
 
@@ -251,13 +252,15 @@ class Follower:
 
     def _settle(self) -> None:
         if self._state not in ("no channel", "refused"):
-            self._state = self._describe()
+            before, self._state = self._state, self._describe()
+            if self._state != before and self._state == _WAITING:
+                logger.info("Nothing is published on %s yet; waiting.", self._settings.channel)
         self._standing.measure(self._pilot)
 
     def _describe(self) -> str:
         pilot = self._pilot
         if pilot is None or not self._driver.attached:
-            return "starting" if self._standing.error else "waiting for the channel"
+            return "starting" if self._standing.error else _WAITING
         if self._driver.fenced:
             return "fenced"
         if pilot.damaged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_delta.format import Version
 logger = init_logger(f"vllm.{__name__}")
 
 _LONGEST_BACKOFF_S = 60.0
+_LOG_AGAIN_S = 60.0
 
 
 class Standing:
@@ -54,6 +56,7 @@ class Standing:
         self._lag: tuple[int, float | None] = (0, None)
         self._n_failures = 0
         self._retry_at = 0.0
+        self._logged_at = -math.inf
         self.error: dict[str, Any] | None = None
 
     @property
@@ -94,9 +97,14 @@ class Standing:
 
     def report(self, error: DeltaError) -> None:
         """Takes note of an error."""
-        self.error = self._last_error = {**error.to_dict(), "at": self._clock()}
+        said, now = error.to_dict(), self._monotonic()
+        news = self.error is None or self.error != said | {"at": self.error["at"]}
+        self.error = self._last_error = {**said, "at": self._clock()}
         self._metrics.errors.labels(kind=type(error).__name__).inc()
-        logger.warning("Still serving version %s: %s", self._driver.resident, error)
+        # A channel that is away is looked for twice a second; the log need not say so each time.
+        if news or now >= self._logged_at + _LOG_AGAIN_S:
+            self._logged_at = now
+            logger.warning("Still serving version %s: %s", self._driver.resident, error)
 
     def measure(self, pilot: Pilot | None) -> None:
         """Brings lag and gauges up to date."""
