@@ -115,7 +115,7 @@ def _dither(tensor: gguf.ReaderTensor, random: np.random.Generator) -> Array:
     quantiser and not the training.
     """
     shape = tuple(int(size) for size in reversed(tensor.shape))
-    centres = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(-1)
+    centres: Array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(-1)
     if tensor.tensor_type.name == "F32":
         return centres.reshape(shape)
     n_block_bytes = _SCALED_BLOCK_BYTES[tensor.tensor_type.name]
