@@ -183,6 +183,14 @@ def test_missing_and_unknown_fields_are_refused() -> None:
         parse_manifest(canonical({**fields, "extra": 1}))
 
 
+def test_a_key_that_stands_twice_is_refused() -> None:
+    """Of two values for one field neither is believed, in a manifest that is good without."""
+    good = delta().to_bytes()
+    assert parse_manifest(good) == delta()
+    with pytest.raises(FormatError, match="not JSON"):
+        parse_manifest(good[:-1] + b',"epoch":2}')
+
+
 def test_newer_format_asks_for_an_upgrade() -> None:
     """A higher format number, kind or payload type is `UnsupportedError`, not damage."""
     fields = json.loads(delta().to_bytes())
