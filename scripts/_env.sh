@@ -3,6 +3,7 @@
 #
 #   source scripts/_env.sh                 for scripts: vLLM, the project, its test and check tools
 #   ENV_FOR=demo source scripts/_env.sh    the same, and what the demo needs
+#   ENV_FOR=bench source scripts/_env.sh   the same, and what the benchmark of codecs needs
 #   bash scripts/_env.sh path              makes it and prints the folder
 #
 # It needs Python 3.11 or newer and installs nothing outside the environment. It can be run again:
@@ -253,6 +254,12 @@ _env_install_demo() {
   touch "$_env_venv/.ready-demo-$(_env_key)"
 }
 
+_env_install_bench() {
+  _env_say "for the benchmark of codecs: its peer's package, and plotting"
+  _env_pip "bench tools" install --editable "${_env_repo}[bench]" || _env_pip_failed "bench tools"
+  touch "$_env_venv/.ready-bench-$(_env_key)"
+}
+
 _env_ready() { [[ -e $_env_venv/.ready-$1-$(_env_key) ]]; }
 
 _env_make() {
@@ -266,7 +273,7 @@ _env_make() {
     _env_die "$_env_venv is there and is no virtual environment" \
       "set DELTA_ENV_DIR to a new folder"
   fi
-  if _env_ready base && { [[ ${ENV_FOR:-} != demo ]] || _env_ready demo; }; then return 0; fi
+  if _env_ready base && { [[ -z ${ENV_FOR:-} ]] || _env_ready "$ENV_FOR"; }; then return 0; fi
   mkdir -p "$_env_venv"
   touch "$_env_marker"
   # Two scripts started at once in a fresh clone must not both install.
@@ -276,7 +283,7 @@ _env_make() {
     flock 9
   fi
   if ! _env_ready base; then _env_install_base; fi
-  if [[ ${ENV_FOR:-} == demo ]] && ! _env_ready demo; then _env_install_demo; fi
+  if [[ -n ${ENV_FOR:-} ]] && ! _env_ready "$ENV_FOR"; then "_env_install_$ENV_FOR"; fi
   _env_say "ready after $((SECONDS - started)) s; the next run starts at once"
 }
 

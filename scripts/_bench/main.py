@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-from scripts._bench import apply
+from scripts._bench.options import parse
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("what", choices=["apply", "model", "scaling"], metavar="apply")
-    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="also write every figure to this file")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    """Run the benchmark that was asked for; returns the exit status."""
+    options = parse(sys.argv[1:])
+    # Imported when wanted: each benchmark has an environment of its own.
+    if options.what == "codec":
+        from scripts._bench import codec
+
+        return codec.main(options.trace, options.json, options.plot)
+    from scripts._bench import apply
+
     if options.what == "apply":
         return apply.main(options.json, options.seed)
     if options.what == "model":
