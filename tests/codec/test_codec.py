@@ -322,7 +322,7 @@ def test_encoding_is_deterministic() -> None:
 
 
 def test_a_tensor_larger_than_a_blob_is_told_by_name(monkeypatch):
-    monkeypatch.setattr(codec, "MAX_BLOB_BYTES", 4000)
+    monkeypatch.setattr(codec.writer, "MAX_BLOB_BYTES", 4000)
     bits = np.random.default_rng(0).integers(0, 1 << 16, 4096, dtype=np.uint16)
     with pytest.raises(UnsupportedError, match="name='w'"):
         list(codec.encode_anchor(one("BF16", 4096), [Change(0, None, None, bits, 0, 0)]))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta.codec import entropy, gap, order, raw
+from vllm_delta.codec import entropy, gap, hazard, order, raw
 from vllm_delta.codec.blob import (
     GAP,
     GAP_BITS,
     GAP_SYMBOLS,
+    HAZARD,
     RAW,
     RAW_FRAMES,
     RAW_SIZES,
@@ -25,31 +27,68 @@ from vllm_delta.codec.blob import (
     parse_blob,
 )
 from vllm_delta.codec.change import Change
-from vllm_delta.errors import FormatError, ModelMismatchError, UnsupportedError
-from vllm_delta.format import MAX_BLOB_BYTES, Schema
+from vllm_delta.codec.hazard import HostLanes, LaneDecoder
+from vllm_delta.codec.order import Signed, Unsigned
+from vllm_delta.codec.writer import plain_items, smallest_items, write_blobs
+from vllm_delta.errors import FormatError, ModelMismatchError
+from vllm_delta.format import Schema
 
-__all__ = ["Change", "decode", "encode_anchor", "encode_delta", "encode_reference", "order"]
+__all__ = [
+    "Change",
+    "Codec",
+    "HostLanes",
+    "LaneDecoder",
+    "decode",
+    "encode_anchor",
+    "encode_delta",
+    "encode_reference",
+    "order",
+]
+
+Codec = Literal["gap", "hazard"]
 
 BLOB_BYTES = 64 << 20
 """Where an encoder starts a new blob: a unit of parallel transfer and of memory."""
+_BATCH_CHANGES = 1 << 16
+"""Changes of small tensors that are decoded together."""
 
 
 def encode_delta(
-    schema: Schema, changes: Iterable[Change], *, blob_bytes: int = BLOB_BYTES
+    schema: Schema,
+    changes: Iterable[Change],
+    *,
+    codec: Codec = "gap",
+    base: Callable[[int], Unsigned] | None = None,
+    shards: int = 1,
+    n_threads: int = 1,
+    blob_bytes: int = BLOB_BYTES,
 ) -> Iterator[bytes]:
     """Encode changes, in schema order, as blobs of whole tensors.
 
-    A change with indices is coded by `gap`, one with bits by `raw`. Unchanged tensors are left
-    out by the caller. Nothing is yielded for no changes.
+    By `gap`, changes with indices are coded by it and those with bits by `raw`. By `hazard`, each
+    tensor takes what is smallest of `hazard`, `gap` and `raw`. Unchanged tensors are left out by
+    the caller. Nothing is yielded for no changes.
+
+    Args:
+        base: for `hazard`: the tensor's bits before the change, unsigned[numel], flat, C order; not
+            modified, and read until the blob with the tensor has been yielded.
+        shards: for `hazard`: parts into which readers split a tensor's rows or columns.
+        n_threads: threads to use, the calling one included.
     """
-    return _encode("delta", schema, changes, blob_bytes)
+    if codec == "gap":
+        items = plain_items(changes)
+    elif base is None:
+        raise ValueError("hazard needs the weights before the change")
+    else:
+        items = smallest_items(schema, changes, base, hazard.Tiling(schema, shards), n_threads)
+    return write_blobs("delta", schema, items, shards, blob_bytes)
 
 
 def encode_anchor(
     schema: Schema, tensors: Iterable[Change], *, blob_bytes: int = BLOB_BYTES
 ) -> Iterator[bytes]:
     """Encode whole tensors (changes with bits), in schema order, as blobs."""
-    return _encode("anchor", schema, tensors, blob_bytes)
+    return write_blobs("anchor", schema, plain_items(tensors), 1, blob_bytes)
 
 
 def encode_reference(schema: Schema, fingerprints: Sequence[int]) -> bytes:
@@ -58,26 +97,36 @@ def encode_reference(schema: Schema, fingerprints: Sequence[int]) -> bytes:
     return build_blob("reference", schema, entries, {})
 
 
-def decode(data: bytes, schema: Schema, kind: BlobKind) -> Iterator[Change]:
+def decode(
+    data: bytes, schema: Schema, kind: BlobKind, lanes: LaneDecoder | None = None
+) -> Iterator[Change]:
     """Decode a blob tensor by tensor; the last step of the iterator checks what is left over.
 
-    Memory beside the blob: one byte per changed weight for each of two symbol streams, and the
-    change at hand.
+    Memory beside the blob: one byte per changed weight for each of two symbol streams of `gap`,
+    the words of `hazard`, and the changes at hand: one tensor's, or of small ones those of a few.
+
+    Args:
+        lanes: decodes `hazard` entries, for which it has the weights before the change; the
+            weights of a tensor must not move before its change has been yielded. It may leave out
+            changes of lanes that its owner has no use for.
 
     Raises:
-        FormatError: the bytes break the format. Changes yielded before are valid by themselves,
-            but the blob is not: use nothing of it.
+        FormatError: the bytes break the format, or the weights are not what they were made for.
+            Changes yielded before are valid by themselves, but the blob is not: use nothing of it.
         UnsupportedError: a feature this release does not know.
         ModelMismatchError: a tensor of the schema is larger than the memory.
     """
     blob = parse_blob(data, schema, kind)
     reader = _gap_reader(blob)
     frames = _raw_frames(blob, schema)
+    coded = _hazard_changes(blob, schema, lanes)
     for entry in blob.entries:
         spec = schema.tensors[entry.tensor]
         indices = steps = bits = None
         if entry.codec == GAP:
             indices, steps = reader.take(entry.n_changed, spec.numel, spec.itemsize, spec.name)
+        elif entry.codec == HAZARD:
+            indices, steps = next(coded)
         elif entry.codec == RAW:
             try:
                 bits = raw.decode(frames, spec.numel, spec.itemsize)
@@ -91,91 +140,28 @@ def decode(data: bytes, schema: Schema, kind: BlobKind) -> Iterator[Change]:
         raise FormatError("raw: frames left over")
 
 
-def _encode(
-    kind: BlobKind, schema: Schema, changes: Iterable[Change], blob_bytes: int
-) -> Iterator[bytes]:
-    writer = _Writer(kind, schema)
-    before = -1
-    for change in changes:
-        if change.tensor <= before:
-            raise ValueError("changes must be in schema order, one per tensor")
-        before = change.tensor
-        if writer.n_entries and not writer.has_room(change, blob_bytes):
-            yield writer.finish()
-            writer = _Writer(kind, schema)
-        writer.add(change)
-    if writer.n_entries:
-        yield writer.finish()
+def _hazard_changes(
+    blob: Blob, schema: Schema, lanes: LaneDecoder | None
+) -> Iterator[tuple[Signed, Signed]]:
+    """Indices and steps of the blob's `hazard` entries, in order, decoded a few at a time."""
+    entries = [entry for entry in blob.entries if entry.codec == HAZARD]
+    parts = hazard.parse_parts(entries, blob.sections, schema)
+    if parts and lanes is None:
+        raise ValueError("hazard needs the weights before the change")
+    return _decoded(parts, lanes) if lanes is not None else iter(())
 
 
-class _Writer:
-    """Collects one blob."""
-
-    def __init__(self, kind: BlobKind, schema: Schema) -> None:
-        self._kind, self._schema = kind, schema
-        self._entries: list[Entry] = []
-        self._gaps = gap.Stream()
-        self._codes = gap.Stream()
-        self._frames: list[bytes] = []
-        self._n_changed = 0
-        self._n_bytes = 0
-
-    @property
-    def n_entries(self) -> int:
-        return len(self._entries)
-
-    def has_room(self, change: Change, blob_bytes: int) -> bool:
-        if change.indices is not None:
-            if self._n_changed + change.nnz > gap.MAX_CHANGES:
-                return False
-            return self._n_bytes + 2 * change.nnz <= blob_bytes
-        assert change.bits is not None
-        return self._n_bytes + change.bits.nbytes <= blob_bytes
-
-    def add(self, change: Change) -> None:
-        if change.indices is not None and change.steps is not None:
-            if not 0 < change.nnz <= gap.MAX_CHANGES:
-                raise ValueError(f"{change.nnz} changes cannot be one tensor's gap code")
-            self._gaps.add(gap.gaps_of(change.indices))
-            self._codes.add(gap.codes_of(change.steps))
-            self._n_changed += change.nnz
-            self._n_bytes += 2 * change.nnz
-            codec, n_changed = GAP, change.nnz
-        elif change.bits is not None:
-            frames = list(raw.encode(change.bits))
-            self._frames += frames
-            self._n_bytes += sum(map(len, frames))
-            codec, n_changed = RAW, 0
-        else:
-            raise ValueError("a change has neither indices nor bits")
-        self._entries.append(Entry(change.tensor, codec, n_changed, change.touched, change.target))
-
-    def finish(self) -> bytes:
-        sections: dict[int, bytes] = {}
-        if self._n_changed:
-            for stream, symbol_tag, bits_tag in (
-                (self._gaps, GAP_SYMBOLS, GAP_BITS),
-                (self._codes, STEP_SYMBOLS, STEP_BITS),
-            ):
-                symbols, sections[bits_tag] = stream.finish()
-                sections[symbol_tag] = entropy.compress(symbols)
-        sections[RAW_SIZES] = np.array([len(f) for f in self._frames], "<u4").tobytes()
-        sections[RAW_FRAMES] = b"".join(self._frames)
-        data = build_blob(self._kind, self._schema, self._entries, sections)
-        if len(data) > MAX_BLOB_BYTES:
-            # More than one tensor never comes near: `has_room` begins a new blob before.
-            name = self._schema.tensors[self._entries[0].tensor].name
-            raise UnsupportedError(
-                "a tensor takes more bytes than a blob holds",
-                name=name,
-                n_bytes=len(data),
-                limit=MAX_BLOB_BYTES,
-            )
-        return data
+def _decoded(parts: Sequence[hazard.Part], lanes: LaneDecoder) -> Iterator[tuple[Signed, Signed]]:
+    batch: list[hazard.Part] = []
+    for place, part in enumerate(parts, 1):
+        batch.append(part)
+        if place == len(parts) or sum(p.n_changes for p in batch) >= _BATCH_CHANGES:
+            yield from lanes.decode(batch)
+            batch = []
 
 
 def _gap_reader(blob: Blob) -> gap.Reader:
-    n = sum(entry.n_changed for entry in blob.entries)
+    n = sum(entry.n_changed for entry in blob.entries if entry.codec == GAP)
     if n > gap.MAX_CHANGES:
         raise FormatError("gap: too many changes in a blob", n_changed=n, limit=gap.MAX_CHANGES)
     streams: list[npt.NDArray[np.uint8]] = []

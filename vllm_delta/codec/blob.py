@@ -19,7 +19,7 @@ RAW = 0
 GAP = 1
 HAZARD = 2
 REFERENCE = 255
-_CODECS = {"delta": {RAW, GAP}, "anchor": {RAW}, "reference": {REFERENCE}}
+_CODECS = {"delta": {RAW, GAP, HAZARD}, "anchor": {RAW}, "reference": {REFERENCE}}
 
 GAP_SYMBOLS = 1
 GAP_BITS = 2
@@ -27,7 +27,10 @@ STEP_SYMBOLS = 3
 STEP_BITS = 4
 RAW_SIZES = 5
 RAW_FRAMES = 6
-_KNOWN_SECTIONS = frozenset({GAP_SYMBOLS, GAP_BITS, STEP_SYMBOLS, STEP_BITS, RAW_SIZES, RAW_FRAMES})
+HAZARD_MODELS = 7
+HAZARD_LANES = 8
+HAZARD_WORDS = 9
+_KNOWN_SECTIONS = frozenset(range(GAP_SYMBOLS, HAZARD_WORDS + 1))
 
 _HEADER = struct.Struct("<8sBBHII32s")
 _SECTION = struct.Struct("<BQ")
@@ -61,9 +64,9 @@ def build_blob(
     lines = bytearray()
     before = -1
     for entry in entries:
-        _put_uvarint(lines, entry.tensor - before - 1)
+        put_uvarint(lines, entry.tensor - before - 1)
         lines.append(entry.codec)
-        _put_uvarint(lines, entry.n_changed)
+        put_uvarint(lines, entry.n_changed)
         if kind == "delta":
             lines += _U64.pack(entry.touched)
         lines += _U64.pack(entry.target)
@@ -110,7 +113,7 @@ def _parse_entries(
     lines: memoryview, n_entries: int, schema: Schema, kind: BlobKind
 ) -> tuple[Entry, ...]:
     entries: list[Entry] = []
-    reader = _Reader(lines)
+    reader = ByteReader(lines, "blob")
     before = -1
     for _ in range(n_entries):
         tensor = before + 1 + reader.uvarint()
@@ -132,7 +135,7 @@ def _parse_entries(
 
 def _check_entry(entry: Entry, schema: Schema) -> None:
     spec = schema.tensors[entry.tensor]
-    if entry.codec == GAP:
+    if entry.codec in (GAP, HAZARD):
         if not spec.stepped:
             raise FormatError("blob: steps for a type without", name=spec.name, dtype=spec.dtype)
         if not 0 < entry.n_changed <= spec.numel:
@@ -168,36 +171,42 @@ def _parse_sections(data: memoryview, n_sections: int) -> dict[int, memoryview]:
     return sections
 
 
-def _put_uvarint(out: bytearray, value: int) -> None:
+def put_uvarint(out: bytearray, value: int) -> None:
+    """Append an unsigned LEB128 number in its shortest form."""
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     out.append(value)
 
 
-class _Reader:
-    """Bounds-checked reads of an entry table."""
+class ByteReader:
+    """Bounds-checked reads.
 
-    def __init__(self, data: memoryview) -> None:
+    Args:
+        what: the part of the format that errors name.
+    """
+
+    def __init__(self, data: memoryview, what: str) -> None:
         self._data = data
-        self._at = 0
+        self._what = what
+        self.at = 0
 
     @property
     def at_end(self) -> bool:
-        return self._at == len(self._data)
+        return self.at == len(self._data)
 
     def byte(self) -> int:
-        if self._at >= len(self._data):
-            raise FormatError("blob: entries end too early")
-        value = self._data[self._at]
-        self._at += 1
+        if self.at >= len(self._data):
+            raise FormatError(f"{self._what}: bytes end too early")
+        value = self._data[self.at]
+        self.at += 1
         return value
 
     def u64(self) -> int:
-        if self._at + _U64.size > len(self._data):
-            raise FormatError("blob: entries end too early")
-        (value,) = _U64.unpack_from(self._data, self._at)
-        self._at += _U64.size
+        if self.at + _U64.size > len(self._data):
+            raise FormatError(f"{self._what}: bytes end too early")
+        (value,) = _U64.unpack_from(self._data, self.at)
+        self.at += _U64.size
         return int(value)
 
     def uvarint(self) -> int:
@@ -207,6 +216,6 @@ class _Reader:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 if byte == 0 and shift:
-                    raise FormatError("blob: a number is not in its shortest form")
+                    raise FormatError(f"{self._what}: a number is not in its shortest form")
                 return value
-        raise FormatError("blob: a number is too long")
+        raise FormatError(f"{self._what}: a number is too long")
