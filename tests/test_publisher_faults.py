@@ -15,7 +15,7 @@ import textwrap
 
 import pytest
 
-import vllm_delta.publisher as publisher_module
+import vllm_delta.coding as coding_module
 from tests import trainer_child
 from tests.nets import BF16, Net, assert_same, bits_of, expected, nudge, read
 from vllm_delta import cli
@@ -97,7 +97,7 @@ def test_a_wrong_encoder_publishes_nothing(monkeypatch):
     store, net = MemoryStore(), Net()
     publisher = Publisher(store, net, dtype=BF16)
     before = store.list("")
-    right = publisher_module.encode_delta
+    right = coding_module.encode_delta
 
     def wrong(schema, changes, **options):
         for change in changes:
@@ -106,7 +106,7 @@ def test_a_wrong_encoder_publishes_nothing(monkeypatch):
 
     nudge(net)
     with monkeypatch.context() as patch:
-        patch.setattr(publisher_module, "encode_delta", wrong)
+        patch.setattr(coding_module, "encode_delta", wrong)
         with pytest.raises(DeltaError, match="does not decode"):
             publisher.publish()
     assert store.list("") == before

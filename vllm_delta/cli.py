@@ -135,6 +135,7 @@ def _version_row(manifest: Manifest) -> Row:
         "number": manifest.target.number,
         "root": manifest.target.root,
         "kind": manifest.kind,
+        "base": manifest.base and {"number": manifest.base.number, "root": manifest.base.root},
         "seq": manifest.seq,
         "epoch": manifest.epoch,
         "n_blobs": len(manifest.blobs),
@@ -171,7 +172,6 @@ def _show(options: argparse.Namespace) -> Row:
         **_version_row(manifest),
         "channel": manifest.channel,
         "parent": manifest.parent,
-        "base": manifest.base and {"number": manifest.base.number, "root": manifest.base.root},
         "blobs": [{"sha256": ref.sha256, "bytes": ref.n_bytes} for ref in manifest.blobs],
         "payload_percent": 100.0 * manifest.payload_bytes / max(schema.n_bytes, 1),
         "n_tensors": len(schema),
@@ -182,7 +182,7 @@ def _show(options: argparse.Namespace) -> Row:
 
 
 def _find(subscriber: Subscriber, number: int | None) -> Manifest:
-    """The newest delta or anchor that leads to the version; a delta before an anchor of it."""
+    """The first record that leads to the version: a delta before what restates it."""
     if subscriber.newest is None:
         raise ChannelError("nothing is published on the channel yet")
     wanted = subscriber.newest.number if number is None else number

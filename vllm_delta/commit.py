@@ -2,36 +2,93 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from vllm_delta.errors import SettingsError
-from vllm_delta.format import BlobRef, Reference, Version
+from vllm_delta.events import Published
+from vllm_delta.format import BlobRef, Reference, Schema, Version
+
+if TYPE_CHECKING:
+    from vllm_delta.merge import Segment
+
+Codec = Literal["gap", "hazard"]
+
+_RAW_ABOVE: dict[Codec, float] = {"gap": 0.30, "hazard": 0.75}
+_MOST_THREADS = 8
+_LARGEST_STRIDE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherSettings:
-    """How a publisher codes and when it writes anchors.
+    """How a publisher codes, and when it writes anchors and merged deltas.
 
     Attributes:
+        codec: of deltas. "hazard" takes fewer bytes; to read it, the weights it was made for
+            must be at hand.
+        shards: for "hazard", parts into which readers split a tensor's rows or columns (the
+            largest tensor parallelism among them), so that each decodes little beside its own.
         raw_above: share of a tensor's elements, 0 to 1; with more changed it is replaced whole.
+            None: 0.30 for "gap", 0.75 for "hazard".
+        strides: for readers that lag; where a version's number is a multiple of one, what led
+            there over so many versions is published as one merged delta too, if that pays.
+            Ascending, each a multiple of the one before. None are made without strides.
         anchor_ratio: an anchor is due once the deltas since the newest one hold more than this
             many times its bytes. An anchor by reference counts as the model's bytes.
         blob_bytes: size at which a new blob is begun.
+        n_threads: None: one for each core that this process may use, at most 8.
     """
 
-    raw_above: float = 0.30
+    codec: Codec = "gap"
+    shards: int = 1
+    raw_above: float | None = None
+    strides: tuple[int, ...] = (4, 16)
     anchor_ratio: float = 1.0
     blob_bytes: int = 64 << 20
+    n_threads: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.raw_above <= 1:
+        if self.codec not in get_args(Codec):
+            raise SettingsError("not a codec", codec=self.codec, known=list(get_args(Codec)))
+        if not 1 <= self.shards <= 1024:
+            raise SettingsError("not between 1 and 1024", shards=self.shards)
+        if not 0 <= self.replaced_above <= 1:
             raise SettingsError("a share is between 0 and 1", raw_above=self.raw_above)
+        if not _are_strides(self.strides):
+            raise SettingsError(
+                "strides ascend from 2, each a multiple of the one before",
+                strides=list(self.strides),
+            )
         if not self.anchor_ratio > 0:
             raise SettingsError("a ratio is above 0", anchor_ratio=self.anchor_ratio)
         if not 1 <= self.blob_bytes <= 512 << 20:
             raise SettingsError("not between 1 byte and 512 MiB", blob_bytes=self.blob_bytes)
+        if self.n_threads is not None and not 1 <= self.n_threads <= 1024:
+            raise SettingsError("not between 1 and 1024", n_threads=self.n_threads)
+
+    @property
+    def replaced_above(self) -> float:
+        """Share of a tensor's elements above which it is replaced whole."""
+        return _RAW_ABOVE[self.codec] if self.raw_above is None else self.raw_above
+
+    @property
+    def threads(self) -> int:
+        """How many threads to encode and decode with."""
+        if self.n_threads is not None:
+            return self.n_threads
+        if not hasattr(os, "sched_getaffinity"):  # not on every system
+            return min(os.cpu_count() or 1, _MOST_THREADS)
+        return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+
+
+def _are_strides(strides: Sequence[int]) -> bool:
+    pairs = zip((1, *strides), strides, strict=False)
+    return all(
+        before < stride <= _LARGEST_STRIDE and stride % before == 0 for before, stride in pairs
+    )
 
 
 @dataclass
@@ -44,15 +101,38 @@ class Costs:
     diff_s: float = 0.0
     upload_s: float = 0.0
 
+    def published(self, kind: str, version: Version, seq: int, schema: Schema) -> Published:
+        """What was published at these costs; the call ends here."""
+        seconds = time.perf_counter() - self.started
+        return Published(
+            version=version,
+            seq=seq,
+            kind=kind,
+            n_weights=schema.n_weights,
+            n_changed=self.n_changed,
+            model_bytes=schema.n_bytes,
+            payload_bytes=self.payload_bytes,
+            diff_s=self.diff_s,
+            encode_s=seconds - self.diff_s - self.upload_s,
+            upload_s=self.upload_s,
+            seconds=seconds,
+        )
+
 
 @dataclass
 class Commit:
-    """A record on its way; a delta's blobs are kept to move the shadow by the very bytes sent."""
+    """A record on its way.
 
-    kind: Literal["delta", "anchor"]
+    Attributes:
+        blobs: a delta's, kept to move the shadow by the very bytes sent.
+        merged: what a merged delta does, for the history.
+    """
+
+    kind: Literal["delta", "merged", "anchor"]
     target: Version
     base: Version | None = None
     reference: Reference | None = None
     schema: BlobRef | None = None
     refs: list[BlobRef] = field(default_factory=list)
     blobs: list[bytes] = field(default_factory=list)
+    merged: Segment | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from vllm_delta.errors import ChainError, SettingsError
@@ -14,7 +15,7 @@ def cheapest(
     resident: Version | None,
     reference_bytes: int | None,
 ) -> list[Manifest]:
-    """Deltas from `resident` to `goal`, or an anchor and deltas from there, whichever is smaller.
+    """Deltas from `resident` to `goal`, single or merged, or an anchor and deltas from there.
 
     Args:
         manifests: the verified chain, the newest first, as far back as blobs are kept; read no
@@ -25,24 +26,23 @@ def cheapest(
         ChainError: nothing leads to `goal`.
         SettingsError: nothing but an anchor by reference does, and that is no way.
     """
+    ways = _Ways(goal)
     best: list[Manifest] | None = None
-    least = cost = 0
-    path: list[Manifest] = []
+    least = math.inf
     refused: Manifest | None = None
     for manifest in _leading_to(goal, manifests):
-        if best is not None and cost >= least:
+        if manifest.kind == "anchor":
+            whole = manifest.payload_bytes if manifest.reference is None else reference_bytes
+            if whole is None:
+                refused = manifest
+            elif ways.here + whole < least:
+                best, least = [manifest, *ways.onward(ways.at)], ways.here + whole
+        else:
+            ways.take(manifest)
+        if ways.at == resident or ways.floor >= least:
             break
-        if manifest.kind == "delta":
-            path.insert(0, manifest)
-            cost += manifest.payload_bytes
-            if manifest.base == resident and (best is None or cost < least):
-                return path
-            continue
-        whole = manifest.payload_bytes if manifest.reference is None else reference_bytes
-        if whole is None:
-            refused = manifest
-        elif best is None or cost + whole < least:
-            best, least = [manifest, *path], cost + whole
+    if resident is not None and ways.cost(resident) < least:
+        return ways.onward(resident)
     if best is None:
         raise _no_way(goal, refused)
     return best
@@ -55,21 +55,88 @@ def within_reach(manifests: Iterable[Manifest], reference_bytes: int) -> Iterato
         manifests: the verified chain, the newest first; read no further than that.
         reference_bytes: what an anchor by reference counts.
     """
-    least: int | None = None
-    cost = 0
+    ways: _Ways | None = None
+    least = math.inf
     for manifest in manifests:
         yield manifest
-        if manifest.kind == "delta":
-            cost += manifest.payload_bytes
-        elif manifest.kind == "anchor":
+        if manifest.target is None:
+            continue
+        ways = ways or _Ways(manifest.target)
+        if manifest.target != ways.at:
+            ways.begin_anew(manifest.target)
+        if manifest.kind == "anchor":
             whole = manifest.payload_bytes if manifest.reference is None else reference_bytes
-            least = cost + whole if least is None else min(least, cost + whole)
-        if least is not None and cost >= least:
+            least = min(least, ways.here + whole)
+        elif manifest.kind != "fence":
+            ways.take(manifest)
+        if ways.floor >= least:
             return
 
 
+class _Ways:
+    """The fewest bytes of deltas from each version to a goal, found by going back from it.
+
+    All records that lead on from a version come after those that lead to it, so once a version is
+    reached, the newest record first, the fewest bytes from there are known.
+
+    Attributes:
+        at: the version reached.
+    """
+
+    def __init__(self, goal: Version) -> None:
+        self.at = goal
+        self._goal = goal
+        self._costs = {goal: 0}
+        self._next: dict[Version, Manifest] = {}
+
+    @property
+    def here(self) -> int:
+        """The fewest bytes from the version reached."""
+        return self._costs[self.at]
+
+    @property
+    def floor(self) -> int:
+        """From no version still to be reached does it take fewer."""
+        return min(self._costs.values())
+
+    def cost(self, version: Version) -> float:
+        """The fewest bytes from a version; infinite where no way is known."""
+        return self._costs.get(version, math.inf)
+
+    def take(self, manifest: Manifest) -> None:
+        """Go back over a delta to the version reached, or learn of a merged one to it."""
+        base = manifest.base
+        assert base is not None
+        cost = self.here + manifest.payload_bytes
+        if cost < self.cost(base):
+            self._costs[base], self._next[base] = cost, manifest
+        if manifest.kind == "delta":
+            self._reach(base)
+
+    def begin_anew(self, version: Version) -> None:
+        """Go on at a version from which nothing leads to the goal, as if its bytes were none."""
+        self._costs[version] = self.floor
+        self._reach(version)
+
+    def _reach(self, version: Version) -> None:
+        """Forget the costs of versions that cannot be reached any more: numbers only fall."""
+        self.at = version
+        number = version.number
+        self._costs = {v: c for v, c in self._costs.items() if v.number < number or v == version}
+
+    def onward(self, version: Version) -> list[Manifest]:
+        """The way from a version to the goal."""
+        path = []
+        while version != self._goal:
+            manifest = self._next[version]
+            assert manifest.target is not None
+            path.append(manifest)
+            version = manifest.target
+        return path
+
+
 def _leading_to(goal: Version, manifests: Iterable[Manifest]) -> Iterable[Manifest]:
-    """The anchors and deltas on the way to `goal`, the newest first."""
+    """The anchors and all deltas on the way to `goal`, the newest first."""
     at: Version | None = goal
     begun = False
     for manifest in manifests:

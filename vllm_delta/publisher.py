@@ -7,15 +7,17 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+import numpy as np
 import torch
 
 from vllm_delta.channel import Log, Record, Store, open_channel
-from vllm_delta.codec import Change, decode, encode_anchor, encode_delta, encode_reference
+from vllm_delta.codec import Change
+from vllm_delta.coding import Coder
 from vllm_delta.commit import Commit, Costs, PublisherSettings
 from vllm_delta.errors import (
     ChainError,
@@ -28,13 +30,17 @@ from vllm_delta.errors import (
 from vllm_delta.events import Claimed, Failed, Hook, Published, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import BlobRef, Manifest, Reference, Version, parse_schema
-from vllm_delta.shadow import Proof, Shadow
+from vllm_delta.merge import History, Segment
+from vllm_delta.shadow import Shadow
 from vllm_delta.weights import Model, ModelWeights, mismatch
 
 __all__ = ["Published", "Publisher", "PublisherSettings"]
 
 _BROKEN = (ChainError, DigestError, FormatError, UnsupportedError)
 """What a record that is missing, unreadable or another's raises."""
+
+_HISTORY_SHARE = 0.5
+"""Of an anchor's bytes: with more deltas kept for merging, an anchor is the better way for most."""
 
 
 class Publisher:
@@ -46,8 +52,10 @@ class Publisher:
     damaged and a new reader could not get there. Any other weights of the same names, types and
     shapes (an older checkpoint, say) begin anew with an anchor of the next number.
 
-    Extra memory: the published bits on the CPU (the shadow), one tensor, and the payload of the
-    version being published. Blocking; not thread-safe: the weights must not change during a call.
+    Extra memory: the published bits on the CPU (the shadow), one tensor, the payload of the
+    version being published, and, for merged deltas, those of up to the largest stride's versions:
+    at most half an anchor's bytes; beyond that merging begins anew. Blocking; not thread-safe: the
+    weights must not change during a call.
 
     Args:
         channel: a directory or URL, or an open store.
@@ -86,10 +94,12 @@ class Publisher:
         if tail is not None:
             self._check_schema(tail.manifest)
         self._shadow = Shadow(self.schema, self._weights.read())
+        self._coder = Coder(self._shadow, self._settings)
         self._state: Literal["open", "closed", "torn", "fenced"] = "open"
         self._pending: Commit | None = None
         self._since_anchor = 0
         self._anchor_bytes = 0
+        self._history = History(self._settings.strides)
         self._start(reference)
 
     @property
@@ -104,6 +114,8 @@ class Publisher:
         stands, at no payload. After an error the channel holds either the version before or the
         whole new one; the next call finds out which, and publishes everything since.
 
+        Where one is due, a merged delta and an anchor follow the delta, as records of their own.
+
         Raises:
             FencedError: another publisher owns the channel. Final.
             ModelMismatchError: a tensor came, went or changed its shape or type.
@@ -114,6 +126,9 @@ class Publisher:
         with self._reporting("publish"):
             self._settle()
             published = self._publish_delta()
+            if published.kind == "delta":
+                for window in self._history.due():
+                    self._publish_merged(window)
             if self._since_anchor > self._settings.anchor_ratio * self._anchor_bytes:
                 self._publish_anchor(self._version, None)
         return published
@@ -129,6 +144,7 @@ class Publisher:
         if self._state == "open":
             self._state = "closed"
         self._shadow.bits.clear()
+        self._history.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -197,15 +213,11 @@ class Publisher:
         costs = Costs()
         commit = Commit("delta", self._version, base=self._version)
         prints = list(self._shadow.fingerprints)
-        proof = Proof(self.schema, "delta")
-        changes = proof.watch(self._changes(costs, prints))
-        for blob in encode_delta(self.schema, changes, blob_bytes=self._settings.blob_bytes):
-            proof.check(blob)
+        for blob in self._coder.delta(self._changes(costs, prints)):
             commit.refs.append(self._put(blob, costs))
             commit.blobs.append(blob)
         if not commit.refs:
             return self._published("none", self._log.position, costs)
-        proof.finish()
         commit.target = Version(self._version.number + 1, root(self.schema, prints))
         return self._published("delta", self._commit(commit, costs), costs)
 
@@ -213,7 +225,7 @@ class Publisher:
         """Every tensor that differs from the shadow, in schema order."""
         mark = time.perf_counter()
         for tensor, bits in enumerate(self._weights.read()):
-            change = self._shadow.diff(tensor, bits, raw_above=self._settings.raw_above)
+            change = self._shadow.diff(tensor, bits, raw_above=self._settings.replaced_above)
             if change is None:
                 continue
             costs.n_changed += self._shadow.n_different(change)
@@ -223,22 +235,27 @@ class Publisher:
             mark = time.perf_counter()
         costs.diff_s += time.perf_counter() - mark
 
+    def _publish_merged(self, window: Sequence[Segment]) -> None:
+        """Publish what deltas up to the version that stands do together, if that pays."""
+        costs = Costs()
+        merged = self._coder.fold(window, self._version)
+        if merged is None:
+            return
+        blobs = self._coder.merged(merged)
+        if not blobs:
+            self._history.replace(merged)
+            return
+        costs.n_changed = merged.n_changed
+        commit = Commit("merged", self._version, base=merged.base, merged=merged)
+        commit.refs += [self._put(blob, costs) for blob in blobs]
+        self._published("merged", self._commit(commit, costs), costs)
+
     def _publish_anchor(self, target: Version, reference: Reference | None) -> Published:
         costs = Costs()
         commit = Commit("anchor", target, reference=reference)
         commit.schema = self._put(self.schema.to_bytes(), costs)
-        proof = Proof(self.schema, "anchor" if reference is None else "reference")
-        blobs: Iterable[bytes]
-        if reference is None:
-            tensors = proof.watch(map(self._shadow.whole, range(len(self.schema))))
-            blobs = encode_anchor(self.schema, tensors, blob_bytes=self._settings.blob_bytes)
-        else:
-            blobs = [encode_reference(self.schema, self._shadow.fingerprints)]
-            proof.expect(map(self._shadow.named, range(len(self.schema))))
-        for blob in blobs:
-            proof.check(blob)
+        for blob in self._coder.anchor() if reference is None else self._coder.reference():
             commit.refs.append(self._put(blob, costs))
-        proof.finish()
         return self._published("anchor", self._commit(commit, costs), costs)
 
     def _put(self, data: bytes, costs: Costs) -> BlobRef:
@@ -272,12 +289,32 @@ class Publisher:
     def _land(self, commit: Commit, record: Record) -> None:
         """Move to what has been committed."""
         state, self._state = self._state, "torn"
-        for blob in commit.blobs:
-            self._shadow.advance(decode(blob, self.schema, "delta"))
+        if commit.kind == "delta":
+            self._advance(commit)
+        elif commit.merged is not None:
+            self._history.replace(commit.merged)
         self._version = commit.target
         self._count(record.manifest)
         self._pending = None
         self._state = state
+
+    def _advance(self, commit: Commit) -> None:
+        """Move the shadow by the blobs sent, and keep them for merged deltas."""
+        assert commit.base is not None
+        fingerprints = np.array(self._shadow.fingerprints, np.uint64)
+        n_changed = 0
+
+        def moving() -> Iterator[Change]:
+            nonlocal n_changed
+            for change in self._coder.changes(commit.blobs):
+                self._shadow.advance([change])
+                n_changed += change.nnz
+                yield change
+
+        blobs = self._coder.kept(moving(), commit.blobs)
+        payload_bytes = sum(map(len, commit.blobs))
+        delta = Segment(commit.base, commit.target, fingerprints, blobs, n_changed, payload_bytes)
+        self._history.add(delta, at_most_bytes=_HISTORY_SHARE * self._anchor_bytes)
 
     def _settle(self) -> None:
         """Finish what a failed call left open: its record may stand on the channel, or come."""
@@ -291,20 +328,8 @@ class Publisher:
             self._land(self._pending, record)
 
     def _published(self, kind: str, record: Record | None, costs: Costs) -> Published:
-        seconds = time.perf_counter() - costs.started
-        published = Published(
-            version=self._version,
-            seq=0 if record is None else record.seq,
-            kind=kind,
-            n_weights=self.schema.n_weights,
-            n_changed=costs.n_changed,
-            model_bytes=self.schema.n_bytes,
-            payload_bytes=costs.payload_bytes,
-            diff_s=costs.diff_s,
-            encode_s=seconds - costs.diff_s - costs.upload_s,
-            upload_s=costs.upload_s,
-            seconds=seconds,
-        )
+        seq = 0 if record is None else record.seq
+        published = costs.published(kind, self._version, seq, self.schema)
         if kind != "none":
             emit(self._hooks, published)
         return published

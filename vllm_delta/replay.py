@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_delta.codec.order import UNSIGNED, Unsigned, add_steps
 from vllm_delta.errors import BaseMismatchError, FormatError, ModelMismatchError
@@ -13,7 +14,7 @@ from vllm_delta.fingerprint import MASK64, coefficients, fingerprint, root, weig
 
 if TYPE_CHECKING:
     from vllm_delta.codec import Change
-    from vllm_delta.format import Manifest, Schema
+    from vllm_delta.format import Manifest, Schema, Version
 
 Changes = Callable[["Manifest"], "Iterator[Change]"]
 
@@ -80,6 +81,28 @@ class Replica:
                 bits[change.indices] = new
         self.fingerprints[change.tensor] = change.target
 
+    def is_reached_by(self, change: Change, before: int | None) -> bool:
+        """Whether a merged delta's change leads to the bits at hand, as far as they are known.
+
+        Args:
+            before: the tensor's fingerprint in the delta's base, where that is known.
+        """
+        if change.target != self.fingerprints[change.tensor]:
+            return False
+        if change.indices is None or change.steps is None:
+            assert change.bits is not None
+            if before is not None and change.touched != before:
+                return False
+            return not self.proven or np.array_equal(change.bits, self.bits[change.tensor])
+        if not self.proven:
+            return True
+        spec, new = self.schema.tensors[change.tensor], self.bits[change.tensor][change.indices]
+        weights = coefficients(spec, change.indices)
+        touched = weigh(add_steps(new, np.negative(change.steps)), weights)
+        moved = weigh(new, weights) - touched
+        reached = change.target if before is None else (before + moved) & MASK64
+        return touched == change.touched and reached == change.target
+
 
 def replay(
     schema: Schema,
@@ -88,6 +111,11 @@ def replay(
     base: Mapping[str, Unsigned] | None = None,
 ) -> Iterator[tuple[Manifest, Replica]]:
     """Go through a chain from an anchor on, and prove every version on the way.
+
+    A merged delta whose base the replica stands at is applied like any delta. One that leads to
+    where the replica stands already, as in a log read record by record, is checked without being
+    applied: its steps are taken back from the bits at hand, and must give what it says of its
+    base.
 
     Args:
         manifests: in order, the first that is no fence being an anchor.
@@ -102,13 +130,17 @@ def replay(
         BaseMismatchError, FormatError: a version is not what its manifest says.
     """
     replica: Replica | None = None
+    passed = Passed()
     for manifest in manifests:
         if manifest.kind == "fence" or manifest.target is None:
             continue
         if manifest.kind == "anchor":
             replica = _from_anchor(schema, manifest, changes, base, replica)
+        elif replica is None:
+            raise AssertionError("a chain begins with an anchor")
+        elif manifest.kind == "merged" and passed.newest == manifest.target:
+            passed.check(manifest, replica, changes(manifest))
         else:
-            assert replica is not None, "a chain begins with an anchor"
             for change in changes(manifest):
                 replica.apply(change)
         if replica.root != manifest.target.root:
@@ -118,7 +150,47 @@ def replay(
                 expected=manifest.target.root,
                 actual=replica.root,
             )
+        passed.note(manifest.target, replica)
         yield manifest, replica
+
+
+class Passed:
+    """Fingerprints of the newest versions of a replay, to check merged deltas by."""
+
+    KEPT = 64
+    """Versions; a merged delta from further back is checked by what it says itself."""
+
+    def __init__(self) -> None:
+        self._fingerprints: dict[Version, npt.NDArray[np.uint64]] = {}
+        self.newest: Version | None = None
+
+    def note(self, version: Version, replica: Replica) -> None:
+        """Take note of where the replica stands."""
+        self.newest = version
+        self._fingerprints[version] = np.array(replica.fingerprints, np.uint64)
+        while len(self._fingerprints) > self.KEPT:
+            del self._fingerprints[next(iter(self._fingerprints))]
+
+    def check(self, manifest: Manifest, replica: Replica, changes: Iterator[Change]) -> None:
+        """Check a merged delta to the version at which the replica stands.
+
+        Raises:
+            FormatError: from its base it leads elsewhere.
+        """
+        assert manifest.base is not None
+        base = self._fingerprints.get(manifest.base)
+        left = set(range(len(replica.schema)))
+        for change in changes:
+            left.discard(change.tensor)
+            before = None if base is None else int(base[change.tensor])
+            if not replica.is_reached_by(change, before):
+                name = replica.schema.tensors[change.tensor].name
+                raise FormatError("a merged delta does not lead here", seq=manifest.seq, name=name)
+        if base is not None:
+            for tensor in left:
+                if int(base[tensor]) != replica.fingerprints[tensor]:
+                    name = replica.schema.tensors[tensor].name
+                    raise FormatError("a merged delta lacks a tensor", seq=manifest.seq, name=name)
 
 
 def _from_anchor(

@@ -17,6 +17,8 @@ def ls(result: Row) -> Iterator[str]:
     rows = [["VERSION", "KIND", "BYTES", "BLOBS", "AGE", "EPOCH", "SEQ", "ROOT"]]
     for row in result["versions"]:
         kind = row["kind"] + (" (reference)" if row["reference"] else "")
+        if row["kind"] == "merged":
+            kind += f" (on {row['base']['number']})"
         columns = [row["number"], kind, size(row["payload_bytes"]), row["n_blobs"]]
         columns += [_age(row["age_s"]), row["epoch"], row["seq"], row["root"][:12]]
         rows.append([str(column) for column in columns])
@@ -56,7 +58,7 @@ def verify(result: Row) -> Iterator[str]:
     """What has been proven."""
     yield f"channel {result['channel']}: {result['n_records']} records form one chain"
     n_proven = sum(row["proven"] for row in result["versions"])
-    yield f"{result['n_versions']} anchors and deltas fetched and decoded, all roots match"
+    yield f"{result['n_versions']} anchors and deltas fetched and checked, all roots match"
     if result["proven"]:
         yield "every version's weights are proven bit for bit"
     elif result["versions"]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_delta.channel import LogReader, Record, Store, open_channel, verify_link
 from vllm_delta.codec import Change, decode
-from vllm_delta.codec.blob import BlobKind
 from vllm_delta.errors import (
+    BaseMismatchError,
     ChainError,
     ChannelError,
     DeltaError,
@@ -137,10 +137,27 @@ class Subscriber:
         """
         if self.newest is None:
             return None
+        bases: list[Version] = []
         for manifest in within_reach(self._held(), self.schema.n_bytes):
             if manifest.target is not None and manifest.target.root == root:
                 return manifest.target
-        return None
+            if manifest.base is not None and manifest.base.root == root:
+                bases.append(manifest.base)
+        # Their own records are not kept any more, but a delta from there is.
+        return max(bases, key=lambda version: version.number, default=None)
+
+    def time_after(self, version: Version) -> float | None:
+        """When the version after this one was published, by the trainer's clock.
+
+        Of those that came since the first `refresh`; None when none did.
+        """
+        time: float | None = None
+        for record in reversed(self._records):
+            target = record.manifest.target
+            if target is None or target.number <= version.number:
+                break
+            time = record.manifest.time
+        return time
 
     def version(self, number: int | None = None) -> Version:
         """The published version with that number, None for the newest.
@@ -161,14 +178,22 @@ class Subscriber:
                 return target
         raise ChainError("the version was never published or is no longer kept", number=number)
 
-    def plan(self, resident: Version | None = None, *, number: int | None = None) -> list[Manifest]:
+    def plan(
+        self,
+        resident: Version | None = None,
+        *,
+        number: int | None = None,
+        without: Container[int] = (),
+    ) -> list[Manifest]:
         """The fewest bytes that lead to a version: deltas in order, or an anchor and deltas.
 
+        Merged deltas stand for many; who keeps up with the channel never takes one.
         An anchor by reference, whose weights the reader must have, counts as the whole model.
 
         Args:
             resident: the version at hand; None when there is none on the channel.
             number: the version to reach; None for the newest.
+            without: numbers of records not to take.
 
         Returns:
             Manifests to take in order; none when `resident` is that version.
@@ -177,7 +202,7 @@ class Subscriber:
             ChainError: the version was never published, or nothing leads to it any longer.
             ChannelError: nothing is published yet.
         """
-        return self._cheapest(resident, number, self.schema.n_bytes)
+        return self._cheapest(resident, number, self.schema.n_bytes, without)
 
     def fetch(self, manifest: Manifest) -> list[bytes]:
         """All blobs of a manifest, verified. A bad one is asked for once more.
@@ -193,7 +218,7 @@ class Subscriber:
         return blobs
 
     def changes(self, manifest: Manifest) -> Iterator[Change]:
-        """What a delta changes or an anchor holds, in schema order, decoded and checked.
+        """What a delta, single or merged, changes or an anchor holds: decoded, checked, in order.
 
         All blobs of a delta are fetched and verified before its first change is given; an
         anchor's are fetched one by one. Take no change for good before the last one has come.
@@ -201,10 +226,7 @@ class Subscriber:
         Raises:
             DigestError, FormatError, UnsupportedError: the blobs cannot be used.
         """
-        kind: BlobKind
-        if manifest.kind == "fence":
-            raise ValueError("a fence holds no changes")
-        kind = "reference" if manifest.reference is not None else manifest.kind
+        kind = manifest.content
         blobs: Iterable[bytes]
         if kind == "delta":
             blobs = self.fetch(manifest)
@@ -244,7 +266,20 @@ class Subscriber:
             ModelMismatchError, BaseMismatchError: `base` is another checkpoint.
             DigestError, FormatError, ChainError: the channel does not hold the version whole.
         """
-        path = self._cheapest(None, number, None if base is None else 0)
+        reference_bytes = None if base is None else 0
+        path = self._cheapest(None, number, reference_bytes)
+        try:
+            return self._rebuild(path, base)
+        except (BaseMismatchError, DigestError, FormatError, UnsupportedError):
+            merged = {manifest.seq for manifest in path if manifest.kind == "merged"}
+            if not merged:
+                raise
+            # They are there to save bytes, and must not be what a version is lost by.
+            return self._rebuild(self._cheapest(None, number, reference_bytes, merged), base)
+
+    def _rebuild(
+        self, path: Sequence[Manifest], base: Mapping[str, Unsigned] | None
+    ) -> dict[str, Unsigned]:
         *_, (_, replica) = replay(self.schema, path, self.changes, base)
         return replica.tensors()
 
@@ -310,13 +345,18 @@ class Subscriber:
         return before
 
     def _cheapest(
-        self, resident: Version | None, number: int | None, reference_bytes: int | None
+        self,
+        resident: Version | None,
+        number: int | None,
+        reference_bytes: int | None,
+        without: Container[int] = (),
     ) -> list[Manifest]:
         """As `plan`; an anchor by reference counts `reference_bytes`, None: it is no way."""
         goal = self.version(number)
         if goal == resident:
             return []
-        return cheapest(self._held(), goal, resident, reference_bytes)
+        usable = (manifest for manifest in self._held() if manifest.seq not in without)
+        return cheapest(usable, goal, resident, reference_bytes)
 
     def _blob(self, ref: BlobRef) -> bytes:
         try:

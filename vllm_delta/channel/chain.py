@@ -139,9 +139,9 @@ def _next(previous: Record, manifest: Manifest) -> dict[str, Any]:
         expected["writer"] = before.writer
     if before.schema is not None:
         expected["schema"] = before.schema
-    if kind != "anchor":
+    if kind in ("fence", "delta"):
         expected["base"] = before.target
-    elif not _begins_a_version(before, manifest):
+    if kind == "merged" or (kind == "anchor" and not _begins_a_version(before, manifest)):
         expected["target"] = before.target
     return expected
 
@@ -149,7 +149,7 @@ def _next(previous: Record, manifest: Manifest) -> dict[str, Any]:
 def _begins_a_version(before: Manifest, manifest: Manifest) -> bool:
     """Whether an anchor may bring a new version here: an epoch's first record, next number.
 
-    Any other anchor restates the version that the channel stands at.
+    Any other anchor, and each merged delta, restates the version that the channel stands at.
     """
     number = 0 if before.target is None else before.target.number + 1
     target = manifest.target

@@ -112,7 +112,7 @@ class Log(LogReader):
 
     def append(
         self,
-        kind: Literal["delta", "anchor"],
+        kind: Literal["delta", "merged", "anchor"],
         *,
         target: Version,
         blobs: Sequence[BlobRef],
@@ -125,7 +125,8 @@ class Log(LogReader):
         """Commit one record; its blobs must have been written before.
 
         Args:
-            base: for a delta, the version the channel stands at; may be left out.
+            base: for a delta, the version the channel stands at; may be left out. For a merged
+                one, an earlier version of the same lineage.
             schema: may be left out after the channel's first anchor.
             anchor: the newest anchor's number (for an anchor its own); may be left out.
             low: a higher low-water mark; left out, it stays.

@@ -42,6 +42,7 @@ class Pilot:
         self.subscriber = Subscriber(store)
         self.held = False
         self.damaged = False
+        self._shunned: set[int] = set()
         self._store = store
         self._driver = driver
         self._settings = settings
@@ -74,7 +75,10 @@ class Pilot:
 
     def plan(self) -> list[Manifest]:
         """What leads from the resident to the newest version."""
-        return self.subscriber.plan(self._driver.resident)
+        return self._plan_to(None)
+
+    def _plan_to(self, number: int | None) -> list[Manifest]:
+        return self.subscriber.plan(self._driver.resident, number=number, without=self._shunned)
 
     def advance(self) -> None:
         """Does the next thing that brings the engine to the newest version, if it may now."""
@@ -89,23 +93,40 @@ class Pilot:
 
     def _commit(self, batch: Sequence[Manifest]) -> None:
         """Commits a batch; what does not fit is answered by a scan and perhaps by an anchor."""
+        if (problem := self._try(batch)) is not None:
+            self._recover(*problem)
+
+    def _try(self, batch: Sequence[Manifest]) -> tuple[DeltaError, Manifest] | None:
+        """Commits a batch as far as it goes; what went wrong, and with which of it."""
         try:
             done = self._driver.commit(batch)
         except DeltaError as error:
-            self._recover(error, batch[0])
-            return
+            return error, batch[0]
         self._note(done)
-        if done.failure is not None:
-            self._recover(done.failure, batch[len(done.versions)])
+        return None if done.failure is None else (done.failure, batch[len(done.versions)])
 
     def _recover(self, error: DeltaError, failed: Manifest) -> None:
         if self._driver.fenced or error.action not in ("refetch", "reseed"):
             raise error
         if isinstance(error, BaseMismatchError):
-            self._report(error)
+            if failed.kind != "merged":
+                self._report(error)
             self.find_damage()
-        if not self._reseed(failed):
+        if not self._shun(error, failed) and not self._reseed(failed):
             raise error
+
+    def _shun(self, error: DeltaError, failed: Manifest) -> bool:
+        """Gives a merged delta that is no good up for ever: those it stands for lead there too.
+
+        Returns:
+            Whether there is another way to try now.
+        """
+        wrong = error.action in ("refetch", "reseed") and not self.damaged
+        if failed.kind != "merged" or not wrong:
+            return False
+        self._shunned.add(failed.seq)
+        self._report(error)
+        return True
 
     def _heal(self) -> None:
         if not self._reseed(None):
@@ -146,7 +167,7 @@ class Pilot:
     def _anchored(self) -> list[Manifest]:
         """The way to the newest version from an anchor that can be loaded; perhaps none."""
         try:
-            chain = self.subscriber.plan(None)
+            chain = self.subscriber.plan(None, without=self._shunned)
         except DeltaError as error:
             self._report(error)
             return []
@@ -167,12 +188,10 @@ class Pilot:
             self._heal()
         while self._before(number):
             self._driver.rollback()
-        while chain := self.subscriber.plan(self._driver.resident, number=number):
+        while chain := self._plan_to(number):
             batch = chain if chain[0].kind == "anchor" else chain[: self._settings.stage_ahead]
-            done = self._driver.commit(batch)
-            self._note(done)
-            if done.failure is not None:
-                raise done.failure
+            if (problem := self._try(batch)) is not None and not self._shun(*problem):
+                raise problem[0]
         self.held = number is not None
 
     def _before(self, number: int | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from vllm_delta.channel import LogReader, open_channel
 from vllm_delta.codec import Change, decode
@@ -223,7 +223,7 @@ class Rank:
 
     def _build(self, manifest: Manifest) -> Patch | None:
         self._enter_thread()
-        if manifest.kind == "delta":
+        if manifest.content == "delta":
             return self._patcher.stage(self._changes(manifest))
         # An anchor is too big to keep. Reading it now means that damage is found before a pause.
         for _ in self._changes(manifest):
@@ -237,7 +237,7 @@ class Rank:
                 repository=manifest.reference.repository,
                 revision=manifest.reference.revision,
             )
-        kind: Literal["anchor", "delta"] = "anchor" if manifest.kind == "anchor" else "delta"
+        kind = manifest.content
         targets: list[int] = []
         last = -1
         for ref in manifest.blobs:

@@ -128,7 +128,11 @@ class Standing:
             chain = pilot.plan()
         except DeltaError:
             return n_versions, None
-        return n_versions, self._clock() - chain[0].time if chain else None
+        # What the plan begins with may be newer: a merged delta stands for versions before it.
+        since = None if resident is None else pilot.subscriber.time_after(resident)
+        if since is None and chain:
+            since = chain[0].time
+        return n_versions, None if since is None else self._clock() - since
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -27,7 +27,8 @@ MAX_NAME_BYTES = 512
 MAX_SEQ = 10**12 - 1
 _MAX_INT = (1 << 63) - 1
 
-Kind = Literal["fence", "delta", "anchor"]
+Kind = Literal["fence", "delta", "merged", "anchor"]
+Content = Literal["delta", "anchor", "reference"]
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,19 @@ class Manifest:
     def payload_bytes(self) -> int:
         """Bytes of this record's blobs (the schema and the manifest itself not counted)."""
         return sum(ref.n_bytes for ref in self.blobs)
+
+    @property
+    def content(self) -> Content:
+        """The kind of its blobs: a merged delta's are those of any delta.
+
+        Raises:
+            ValueError: a fence has none.
+        """
+        if self.kind == "fence":
+            raise ValueError("a fence holds no changes")
+        if self.kind == "anchor":
+            return "anchor" if self.reference is None else "reference"
+        return "delta"
 
     def to_bytes(self) -> bytes:
         return canonical(

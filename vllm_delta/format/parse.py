@@ -107,11 +107,11 @@ def _check_manifest(manifest: Manifest) -> None:
         raise FormatError("manifest: the anchor is ahead", anchor=manifest.anchor, seq=seq)
     if kind == "fence":
         ok = manifest.base == manifest.target and not manifest.blobs and manifest.reference is None
-    elif kind == "delta":
+    elif kind in ("delta", "merged"):
         ok = (
             manifest.base is not None
             and manifest.target is not None
-            and manifest.target.number == manifest.base.number + 1
+            and _spans(kind, manifest.target.number - manifest.base.number)
             and bool(manifest.blobs)
             and manifest.anchor is not None
             and manifest.anchor < seq
@@ -126,6 +126,11 @@ def _check_manifest(manifest: Manifest) -> None:
         )
     if not ok or (manifest.target is not None) != (manifest.schema is not None):
         raise FormatError("manifest: fields do not fit its kind", kind=kind, seq=seq)
+
+
+def _spans(kind: Kind, n_versions: int) -> bool:
+    """Whether a delta of this kind leads over so many versions."""
+    return n_versions == 1 if kind == "delta" else n_versions > 1
 
 
 def _parse_spec(row: Any) -> TensorSpec:
