@@ -76,11 +76,15 @@ def encode(pending: Sequence[Pending], tiling: Tiling, n_threads: int) -> list[C
         for job in _lanes(one, _lane_bits(one, tiling.max_lane_bits))
     ]
 
-    def work(item: tuple[Pending, int, _Job]) -> bytes:
-        one, _, job = item
-        return _encode_lane(one, job, model, scratch.mine())
+    words = [b""] * len(jobs)
 
-    words = workers.run(work, jobs, n_threads)
+    def work(which: int) -> None:
+        one, _, job = jobs[which]
+        words[which] = _encode_lane(one, job, model, scratch.mine())
+
+    # The longest first, so that no thread is left with one at the end.
+    longest = sorted(range(len(jobs)), key=lambda which: -jobs[which][2].n_elements)
+    workers.run(work, longest, n_threads)
     lines = [bytearray([_lane_bits(one, tiling.max_lane_bits) | CUT * one.cut]) for one in pending]
     parts: list[list[bytes]] = [[] for _ in pending]
     for (_, place, job), data in zip(jobs, words, strict=True):
