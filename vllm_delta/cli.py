@@ -21,12 +21,16 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from vllm_delta import report
 from vllm_delta.channel import LocalStore, open_channel
 from vllm_delta.checkpoint import check_free, read_checkpoint, write_checkpoint
+from vllm_delta.codec.blob import GAP, HAZARD, RAW, REFERENCE
+from vllm_delta.commit import usable_threads
 from vllm_delta.errors import EXIT_CODES, ChannelError, DeltaError
 from vllm_delta.format import Manifest
 from vllm_delta.replay import Replica, replay
 from vllm_delta.subscriber import Subscriber
 
 Row = dict[str, Any]
+
+CODECS = {RAW: "raw", GAP: "gap", HAZARD: "hazard", REFERENCE: "reference"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +108,7 @@ def _open(options: argparse.Namespace) -> Subscriber:
         path = os.fsdecode(unquote_to_bytes(urlsplit(store.url).path))
         if not os.path.exists(path):
             raise ChannelError("the channel's directory is not there", path=path)
-    subscriber = Subscriber(store)
+    subscriber = Subscriber(store, n_threads=usable_threads())
     subscriber.refresh()
     return subscriber
 
@@ -153,19 +157,18 @@ def _show(options: argparse.Namespace) -> Row:
     manifest = _find(subscriber, options.version)
     schema = subscriber.schema
     tensors = []
-    for change in subscriber.changes(manifest):
-        spec = schema.tensors[change.tensor]
+    for entry in subscriber.entries(manifest):
+        spec = schema.tensors[entry.tensor]
+        n_changed = entry.n_changed or None
         tensors.append(
             {
                 "name": spec.name,
                 "dtype": spec.dtype,
                 "shape": list(spec.shape),
-                "n_changed": None if change.indices is None else change.nnz,
-                "changed_percent": None
-                if change.indices is None
-                else 100.0 * change.nnz / max(spec.numel, 1),
-                "whole": change.bits is not None,
-                "fingerprint": f"{change.target:016x}",
+                "codec": CODECS[entry.codec],
+                "n_changed": n_changed,
+                "changed_percent": n_changed and 100.0 * n_changed / spec.numel,
+                "fingerprint": f"{entry.target:016x}",
             }
         )
     return {
@@ -212,16 +215,18 @@ def _verify(options: argparse.Namespace) -> Row:
         first = [place for place, manifest in enumerate(held) if manifest.kind == "anchor"]
         chosen = held[first[0] :] if first else []
     versions = []
-    if chosen:
-        for manifest, replica in replay(subscriber.schema, chosen, subscriber.changes, base):
-            row = _version_row(manifest) | {"proven": _prove(replica)}
-            versions.append(row)
-            word = "weights" if row["proven"] else "fingerprints"
-            _say(f"version {row['number']} {manifest.kind}: {word} match the root")
+    steps = replay(subscriber.schema, chosen, subscriber.changes, base, n_threads=usable_threads())
+    for manifest, replica in steps:
+        row = _version_row(manifest) | {"proven": _prove(replica)}
+        versions.append(row)
+        word = "weights" if row["proven"] else "fingerprints"
+        _say(f"version {row['number']} {manifest.kind}: {word} match the root")
+    n_left = sum(manifest.kind != "fence" for manifest in chosen) - len(versions)
     return {
         "channel": subscriber.channel_id,
         "n_records": len(chain),
         "n_versions": len(versions),
+        "n_unproven": n_left,
         "proven": bool(versions) and all(row["proven"] for row in versions),
         "versions": versions,
     }

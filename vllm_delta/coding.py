@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from vllm_delta.codec import Change, decode, encode_anchor, encode_delta, encode_reference
+from vllm_delta.codec import (
+    Change,
+    HostLanes,
+    decode,
+    encode_anchor,
+    encode_delta,
+    encode_reference,
+)
 from vllm_delta.codec.order import Unsigned
 from vllm_delta.commit import PublisherSettings
 from vllm_delta.format import Schema, Version
@@ -13,16 +21,18 @@ from vllm_delta.shadow import Proof, Shadow
 
 
 class Coder:
-    """Codes deltas, merged deltas and anchors of a shadow's weights. Reads the shadow only.
+    """Codes deltas, merged deltas and anchors of a shadow's weights.
 
     Args:
-        shadow: the published bits, which deltas start from and merged ones lead to.
+        shadow: the published bits, which deltas start from and merged ones lead to. Only `merged`
+            moves it, for a while.
         settings: the publisher's.
     """
 
     def __init__(self, shadow: Shadow, settings: PublisherSettings) -> None:
         self._shadow = shadow
         self._settings = settings
+        self._lanes = HostLanes(self._bits, settings.threads)
 
     @property
     def _schema(self) -> Schema:
@@ -30,17 +40,25 @@ class Coder:
 
     def delta(self, changes: Iterable[Change]) -> Iterator[bytes]:
         """Proven blobs of changes from the shadow, one after the other."""
-        proof = Proof(self._schema, "delta")
-        blob_bytes = self._settings.blob_bytes
-        for blob in encode_delta(self._schema, proof.watch(changes), blob_bytes=blob_bytes):
-            proof.check(blob)
+        proof = Proof(self._schema, "delta", self._shadow)
+        blobs = encode_delta(
+            self._schema,
+            proof.watch(changes),
+            codec=self._settings.codec,
+            base=self._bits,
+            shards=self._settings.shards,
+            n_threads=self._settings.threads,
+            blob_bytes=self._settings.blob_bytes,
+        )
+        for blob in blobs:
+            proof.check(blob, self._lanes)
             yield blob
         proof.finish()
 
     def changes(self, blobs: Iterable[bytes]) -> Iterator[Change]:
         """What a delta's blobs hold; the shadow of a tensor may move once its change is given."""
         for blob in blobs:
-            yield from decode(blob, self._schema, "delta")
+            yield from decode(blob, self._schema, "delta", self._lanes)
 
     def kept(self, changes: Iterable[Change], blobs: list[bytes]) -> list[bytes]:
         """A delta in blobs that decode without a base; goes through its changes either way.
@@ -48,6 +66,8 @@ class Coder:
         Args:
             blobs: it, as it was sent.
         """
+        if self._settings.codec != "gap" and self._settings.strides:
+            return list(encode_delta(self._schema, changes, blob_bytes=self._settings.blob_bytes))
         for _ in changes:
             pass
         return blobs
@@ -87,7 +107,7 @@ class Coder:
                     return
                 yield change
 
-        blobs = _within(self.delta(counted()), most_bytes(window))
+        blobs = _within(self._plain(counted()), self._most_bytes(window))
         if not blobs or n_changed > n_most:
             return None
         return Segment(
@@ -100,8 +120,28 @@ class Coder:
         )
 
     def merged(self, segment: Segment) -> list[bytes]:
-        """Proven blobs of a folded segment; none where they do not pay."""
-        return list(segment.blobs)
+        """Proven blobs of a folded segment that led to the shadow; none where they do not pay."""
+        if self._settings.codec == "gap":
+            return list(segment.blobs)
+
+        def changes() -> Iterator[Change]:
+            return segment.changes(self._schema)
+
+        with self._shadow.before(changes, segment.fingerprints.tolist()):
+            return _within(self.delta(changes()), most_bytes([segment]))
+
+    def _plain(self, changes: Iterable[Change]) -> Iterator[bytes]:
+        """Proven blobs that decode without a base."""
+        proof = Proof(self._schema, "delta")
+        blob_bytes = self._settings.blob_bytes
+        for blob in encode_delta(self._schema, proof.watch(changes), blob_bytes=blob_bytes):
+            proof.check(blob)
+            yield blob
+        proof.finish()
+
+    def _most_bytes(self, window: Sequence[Segment]) -> float:
+        """Where a folded segment is what is sent, what it may take; else any number."""
+        return most_bytes(window) if self._settings.codec == "gap" else math.inf
 
     def _bits(self, tensor: int) -> Unsigned:
         return self._shadow.bits[tensor]

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
+from vllm_delta.codec import Codec
 from vllm_delta.errors import SettingsError
 from vllm_delta.events import Published
 from vllm_delta.format import BlobRef, Reference, Schema, Version
 
 if TYPE_CHECKING:
     from vllm_delta.merge import Segment
-
-Codec = Literal["gap", "hazard"]
 
 _RAW_ABOVE: dict[Codec, float] = {"gap": 0.30, "hazard": 0.75}
 _MOST_THREADS = 8
@@ -77,11 +76,14 @@ class PublisherSettings:
     @property
     def threads(self) -> int:
         """How many threads to encode and decode with."""
-        if self.n_threads is not None:
-            return self.n_threads
-        if not hasattr(os, "sched_getaffinity"):  # not on every system
-            return min(os.cpu_count() or 1, _MOST_THREADS)
-        return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        return usable_threads() if self.n_threads is None else self.n_threads
+
+
+def usable_threads() -> int:
+    """Cores that this process may use, at most 8."""
+    if not hasattr(os, "sched_getaffinity"):  # not on every system
+        return min(os.cpu_count() or 1, _MOST_THREADS)
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
 
 def _are_strides(strides: Sequence[int]) -> bool:

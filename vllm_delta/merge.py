@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -170,44 +170,6 @@ def most_bytes(window: Sequence[Segment]) -> float:
 def most_changes(window: Sequence[Segment]) -> float:
     """How many changes a merged delta may hold at most for it to be worth coding."""
     return LARGEST_UNION * sum(segment.n_changed for segment in window)
-
-
-class Before:
-    """Bits of the version that a merged delta starts from: a copy of one tensor at a time.
-
-    Args:
-        changes: gives the merged delta's changes, in schema order, from the first on.
-        now: gives a tensor's flat bits after it; not modified.
-    """
-
-    def __init__(
-        self, changes: Callable[[], Iterable[Change]], now: Callable[[int], Unsigned]
-    ) -> None:
-        self._changes = changes
-        self._now = now
-        self._rest: Iterator[Change] = iter(())
-        self._tensor = -1
-        self._bits: Unsigned | None = None
-
-    def __call__(self, tensor: int) -> Unsigned:
-        """A stepped tensor's bits: unsigned[numel]. Cheapest when asked for in schema order."""
-        if self._bits is None or tensor != self._tensor:
-            self._bits = None
-            self._bits = self._roll_back(self._find(tensor))
-            self._tensor = tensor
-        return self._bits
-
-    def _find(self, tensor: int) -> Change:
-        if tensor <= self._tensor or self._tensor < 0:
-            self._rest = iter(self._changes())
-        return next(change for change in self._rest if change.tensor == tensor)
-
-    def _roll_back(self, change: Change) -> Unsigned:
-        assert change.indices is not None, "nothing is coded against a tensor that was replaced"
-        assert change.steps is not None
-        bits = self._now(change.tensor).copy()
-        bits[change.indices] = add_steps(bits[change.indices], np.negative(change.steps))
-        return bits
 
 
 class History:

@@ -320,7 +320,7 @@ class Publisher:
         """Finish what a failed call left open: its record may stand on the channel, or come."""
         if self._state == "fenced":
             raise FencedError("another trainer owns the channel")
-        if self._state == "torn":
+        if self._state == "torn" or self._shadow.torn:
             raise DeltaError("interrupted while the shadow moved; make a new publisher")
         if self._state == "closed":
             raise ValueError("the publisher is closed")

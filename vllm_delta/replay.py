@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_delta.codec import HostLanes
 from vllm_delta.codec.order import UNSIGNED, Unsigned, add_steps
-from vllm_delta.errors import BaseMismatchError, FormatError, ModelMismatchError
+from vllm_delta.errors import (
+    BaseMismatchError,
+    FormatError,
+    ModelMismatchError,
+    SettingsError,
+)
 from vllm_delta.fingerprint import MASK64, coefficients, fingerprint, root, weigh
 
 if TYPE_CHECKING:
-    from vllm_delta.codec import Change
-    from vllm_delta.format import Manifest, Schema, Version
+    from vllm_delta.codec import Change, LaneDecoder
+    from vllm_delta.codec.hazard import Part
+    from vllm_delta.format import Manifest, Reference, Schema, Version
 
-Changes = Callable[["Manifest"], "Iterator[Change]"]
+Changes = Callable[["Manifest", "LaneDecoder | None"], "Iterator[Change]"]
 
 
 class Replica:
@@ -81,6 +88,12 @@ class Replica:
                 bits[change.indices] = new
         self.fingerprints[change.tensor] = change.target
 
+    def lanes(self, n_threads: int) -> LaneDecoder:
+        """Decodes `hazard` against the bits at hand, if they are known."""
+        if not self.proven:
+            return _NoLanes()
+        return HostLanes(lambda tensor: self.bits[tensor], n_threads)
+
     def is_reached_by(self, change: Change, before: int | None) -> bool:
         """Whether a merged delta's change leads to the bits at hand, as far as they are known.
 
@@ -104,45 +117,62 @@ class Replica:
         return touched == change.touched and reached == change.target
 
 
+class _NeedsBaseError(Exception):
+    """A delta cannot be decoded without weights that are not at hand."""
+
+
+class _NoLanes:
+    """Decodes nothing: the weights that it takes are not known."""
+
+    def decode(self, parts: Sequence[Part]) -> NoReturn:
+        raise _NeedsBaseError
+
+
 def replay(
     schema: Schema,
     manifests: Iterable[Manifest],
     changes: Changes,
     base: Mapping[str, Unsigned] | None = None,
+    *,
+    n_threads: int = 1,
 ) -> Iterator[tuple[Manifest, Replica]]:
     """Go through a chain from an anchor on, and prove every version on the way.
 
     A merged delta whose base the replica stands at is applied like any delta. One that leads to
     where the replica stands already, as in a log read record by record, is checked without being
     applied: its steps are taken back from the bits at hand, and must give what it says of its
-    base.
+    base. Where it is coded by `hazard`, which takes the weights of its base, it is left out.
 
     Args:
         manifests: in order, the first that is no fence being an anchor.
-        changes: decodes a manifest's blobs.
+        changes: fetches a manifest's blobs and decodes them.
         base: raw bits by name for anchors by reference; not modified. Without it the versions
             after such an anchor are proven as far as fingerprints go.
+        n_threads: threads to decode with.
 
     Yields:
-        Each anchor and delta, with the one replica that then stands at its version.
+        Each anchor and delta that was proven, with the one replica that then stands at its version.
 
     Raises:
         BaseMismatchError, FormatError: a version is not what its manifest says.
+        SettingsError: the base checkpoint is needed.
     """
     replica: Replica | None = None
+    reference: Reference | None = None
     passed = Passed()
     for manifest in manifests:
         if manifest.kind == "fence" or manifest.target is None:
             continue
         if manifest.kind == "anchor":
             replica = _from_anchor(schema, manifest, changes, base, replica)
+            reference = manifest.reference
         elif replica is None:
             raise AssertionError("a chain begins with an anchor")
         elif manifest.kind == "merged" and passed.newest == manifest.target:
-            passed.check(manifest, replica, changes(manifest))
+            if not passed.check(manifest, replica, changes(manifest, _NoLanes())):
+                continue
         else:
-            for change in changes(manifest):
-                replica.apply(change)
+            _apply(replica, changes(manifest, replica.lanes(n_threads)), reference)
         if replica.root != manifest.target.root:
             raise FormatError(
                 "the fingerprints reached are not the version's",
@@ -152,6 +182,19 @@ def replay(
             )
         passed.note(manifest.target, replica)
         yield manifest, replica
+
+
+def _apply(replica: Replica, changes: Iterator[Change], reference: Reference | None) -> None:
+    try:
+        for change in changes:
+            replica.apply(change)
+    except _NeedsBaseError:
+        assert reference is not None, "only after an anchor by reference are weights unknown"
+        raise SettingsError(
+            "the channel refers to a public checkpoint; give it as the base",
+            repository=reference.repository,
+            revision=reference.revision,
+        ) from None
 
 
 class Passed:
@@ -171,8 +214,11 @@ class Passed:
         while len(self._fingerprints) > self.KEPT:
             del self._fingerprints[next(iter(self._fingerprints))]
 
-    def check(self, manifest: Manifest, replica: Replica, changes: Iterator[Change]) -> None:
+    def check(self, manifest: Manifest, replica: Replica, changes: Iterator[Change]) -> bool:
         """Check a merged delta to the version at which the replica stands.
+
+        Returns:
+            Whether it could be checked.
 
         Raises:
             FormatError: from its base it leads elsewhere.
@@ -180,17 +226,24 @@ class Passed:
         assert manifest.base is not None
         base = self._fingerprints.get(manifest.base)
         left = set(range(len(replica.schema)))
-        for change in changes:
-            left.discard(change.tensor)
-            before = None if base is None else int(base[change.tensor])
-            if not replica.is_reached_by(change, before):
-                name = replica.schema.tensors[change.tensor].name
-                raise FormatError("a merged delta does not lead here", seq=manifest.seq, name=name)
+        try:
+            for change in changes:
+                left.discard(change.tensor)
+                before = None if base is None else int(base[change.tensor])
+                if not replica.is_reached_by(change, before):
+                    raise _astray(manifest, replica.schema, change.tensor)
+        except _NeedsBaseError:
+            return False
         if base is not None:
             for tensor in left:
                 if int(base[tensor]) != replica.fingerprints[tensor]:
-                    name = replica.schema.tensors[tensor].name
-                    raise FormatError("a merged delta lacks a tensor", seq=manifest.seq, name=name)
+                    raise _astray(manifest, replica.schema, tensor)
+        return True
+
+
+def _astray(manifest: Manifest, schema: Schema, tensor: int) -> FormatError:
+    name = schema.tensors[tensor].name
+    return FormatError("a merged delta does not lead here", seq=manifest.seq, name=name)
 
 
 def _from_anchor(
@@ -205,7 +258,7 @@ def _from_anchor(
     arrays: list[Unsigned] = []
     target = manifest.target
     stands = before is not None and target is not None and before.root == target.root
-    for change in changes(manifest):
+    for change in changes(manifest, None):
         spec, bits = schema.tensors[change.tensor], change.bits
         if manifest.reference is not None and base is not None:
             bits = _base_bits(base, spec.name, UNSIGNED[spec.itemsize], spec.shape)

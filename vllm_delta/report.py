@@ -39,17 +39,17 @@ def show(result: Row) -> Iterator[str]:
         f"payload {size(result['payload_bytes'])}, {_count(result['n_blobs'], 'blob')}, "
         f"{result['payload_percent']:.4f} % of {size(result['model_bytes'])}"
     )
-    rows = [["TENSOR", "TYPE", "SHAPE", "CHANGED", "PERCENT"]]
+    rows = [["TENSOR", "TYPE", "SHAPE", "CODEC", "CHANGED", "PERCENT"]]
     n_changed = 0
     for row in result["tensors"]:
         shape = "x".join(map(str, row["shape"])) or "scalar"
-        columns = [row["name"], row["dtype"], shape]
+        columns = [row["name"], row["dtype"], shape, row["codec"]]
         if row["n_changed"] is None:
-            rows.append([*columns, "whole" if row["whole"] else "reference", ""])
+            rows.append([*columns, "" if row["codec"] == "reference" else "whole", ""])
         else:
             n_changed += row["n_changed"]
             rows.append([*columns, str(row["n_changed"]), f"{row['changed_percent']:.4f}"])
-    yield from _table(rows, left={0, 1, 2})
+    yield from _table(rows, left={0, 1, 2, 3})
     percent = 100.0 * n_changed / max(result["n_weights"], 1)
     yield f"{len(rows) - 1} of {result['n_tensors']} tensors, {n_changed} steps ({percent:.4f} %)"
 
@@ -59,6 +59,8 @@ def verify(result: Row) -> Iterator[str]:
     yield f"channel {result['channel']}: {result['n_records']} records form one chain"
     n_proven = sum(row["proven"] for row in result["versions"])
     yield f"{result['n_versions']} anchors and deltas fetched and checked, all roots match"
+    if result["n_unproven"]:
+        yield f"{_count(result['n_unproven'], 'merged delta')} fetched, provable from the base only"
     if result["proven"]:
         yield "every version's weights are proven bit for bit"
     elif result["versions"]:

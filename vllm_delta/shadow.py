@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta.codec import Change, decode, gap
+from vllm_delta.codec import Change, LaneDecoder, decode, gap
 from vllm_delta.codec.blob import BlobKind
 from vllm_delta.codec.order import Signed, Unsigned, add_steps, steps_between
 from vllm_delta.errors import DeltaError
@@ -48,6 +49,9 @@ class Shadow:
 
     One flat unsigned array per tensor, owned by the shadow. Not thread-safe.
 
+    Attributes:
+        torn: its bits may be of no version, since a move was interrupted.
+
     Args:
         schema: the checkpoint's tensors.
         tensors: unsigned[numel] each, in schema order; copied, one at a time.
@@ -55,6 +59,7 @@ class Shadow:
 
     def __init__(self, schema: Schema, tensors: Iterable[Unsigned]) -> None:
         self.schema = schema
+        self.torn = False
         self.bits: list[Unsigned] = []
         self.fingerprints: list[int] = []
         for spec, bits in zip(schema.tensors, tensors, strict=True):
@@ -113,13 +118,45 @@ class Shadow:
     def advance(self, changes: Iterable[Change]) -> None:
         """Move to the version after `changes`, which must have been made from this one."""
         for change in changes:
-            bits = self.bits[change.tensor]
-            if change.indices is None or change.steps is None:
+            if not self._move(change, 1):
                 assert change.bits is not None
-                bits[:] = change.bits
-            else:
-                bits[change.indices] = add_steps(bits[change.indices], change.steps)
+                self.bits[change.tensor][:] = change.bits
             self.fingerprints[change.tensor] = change.target
+
+    @contextlib.contextmanager
+    def before(
+        self, changes: Callable[[], Iterable[Change]], fingerprints: Sequence[int]
+    ) -> Iterator[None]:
+        """Hold the bits from before `changes`, which led here, until the block ends.
+
+        Moves in place, so that it takes no memory. What was replaced whole stays as it is.
+
+        Args:
+            changes: gives them from the first on.
+            fingerprints: of all tensors at that version.
+        """
+        self.torn = True
+        now = self.fingerprints
+        self.fingerprints = list(now)
+        for change in changes():
+            if self._move(change, -1):
+                self.fingerprints[change.tensor] = fingerprints[change.tensor]
+        try:
+            yield
+        finally:
+            for change in changes():
+                self._move(change, 1)
+            self.fingerprints = now
+            self.torn = False
+
+    def _move(self, change: Change, sign: int) -> bool:
+        """Take a change's steps, backwards if the sign is turned; False: it has none."""
+        if change.indices is None or change.steps is None:
+            return False
+        bits = self.bits[change.tensor]
+        steps = change.steps if sign > 0 else np.negative(change.steps)
+        bits[change.indices] = add_steps(bits[change.indices], steps)
+        return True
 
     def _replacement(self, tensor: int, new: Unsigned) -> Change:
         target = fingerprint(new, self.schema.tensors[tensor])
@@ -194,10 +231,15 @@ class Proof:
     """Proves that blobs decode to the very changes that were encoded, in one pass over each.
 
     Digests of the changes are kept, not the changes, so nothing outlives its encoding.
+
+    Args:
+        shadow: the bits that a delta was made from, to see that a tensor which the encoder chose
+            to replace whole becomes what its steps would have made of it; None where it has no
+            choice.
     """
 
-    def __init__(self, schema: Schema, kind: BlobKind) -> None:
-        self._schema, self._kind = schema, kind
+    def __init__(self, schema: Schema, kind: BlobKind, shadow: Shadow | None = None) -> None:
+        self._schema, self._kind, self._shadow = schema, kind, shadow
         self._expected: dict[int, bytes] = {}
 
     def watch(self, changes: Iterable[Change]) -> Iterator[Change]:
@@ -211,16 +253,31 @@ class Proof:
         for _ in self.watch(changes):
             pass
 
-    def check(self, blob: bytes) -> None:
+    def check(self, blob: bytes, lanes: LaneDecoder | None = None) -> None:
         """Decode a blob and compare.
+
+        Args:
+            lanes: decodes `hazard` against the bits that the delta was made from.
 
         Raises:
             DeltaError: it does not hold what was encoded. Nothing of it may be published.
         """
-        for change in decode(blob, self._schema, self._kind):
-            if self._expected.pop(change.tensor, None) != _digest(change):
+        for change in decode(blob, self._schema, self._kind, lanes):
+            expected = self._expected.pop(change.tensor, None)
+            if expected is None or (
+                expected != _digest(change) and expected != self._digest_of_steps(change)
+            ):
                 name = self._schema.tensors[change.tensor].name
                 raise DeltaError("a blob does not decode to what was encoded", name=name)
+
+    def _digest_of_steps(self, change: Change) -> bytes | None:
+        """Digest of a replacement as the steps that it stands for."""
+        if self._shadow is None or change.bits is None:
+            return None
+        if change.touched != self._shadow.fingerprints[change.tensor]:
+            return None
+        steps = self._shadow.diff(change.tensor, change.bits, raw_above=1.0)
+        return None if steps is None else _digest(steps)
 
     def finish(self) -> None:
         """Raise DeltaError when a change is in no blob."""

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_delta.channel import LogReader, Record, Store, open_channel, verify_link
-from vllm_delta.codec import Change, decode
+from vllm_delta.codec import Change, LaneDecoder, decode
+from vllm_delta.codec.blob import Entry, parse_blob
 from vllm_delta.errors import (
     BaseMismatchError,
     ChainError,
@@ -46,6 +47,7 @@ class Subscriber:
         channel: a directory or URL, or an open store.
         hooks: called with every event, on the caller's thread.
         timer: seconds that only go forward, for how long things take.
+        n_threads: threads that `materialise` decodes with.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class Subscriber:
         *,
         hooks: Iterable[Hook] = (),
         timer: Callable[[], float] = time.perf_counter,
+        n_threads: int = 1,
     ) -> None:
         store = open_channel(channel) if isinstance(channel, (str, Path)) else channel
         self._log = LogReader(store)
         self._hooks = tuple(hooks)
         self._timer = timer
+        self._n_threads = n_threads
         self._records: list[Record] = []
         self._schema: Schema | None = None
 
@@ -217,13 +221,18 @@ class Subscriber:
             emit(self._hooks, Fetched(manifest.target, manifest.payload_bytes, seconds))
         return blobs
 
-    def changes(self, manifest: Manifest) -> Iterator[Change]:
+    def changes(self, manifest: Manifest, lanes: LaneDecoder | None = None) -> Iterator[Change]:
         """What a delta, single or merged, changes or an anchor holds: decoded, checked, in order.
 
         All blobs of a delta are fetched and verified before its first change is given; an
         anchor's are fetched one by one. Take no change for good before the last one has come.
 
+        Args:
+            lanes: decodes what is coded by `hazard`, against the weights of the delta's base; those
+                of a tensor must not move before its change has come.
+
         Raises:
+            ValueError: a fence, or there is `hazard` and nothing to decode it.
             DigestError, FormatError, UnsupportedError: the blobs cannot be used.
         """
         kind = manifest.content
@@ -235,7 +244,7 @@ class Subscriber:
         targets: list[int] = []
         before = -1
         for blob in blobs:
-            for change in decode(blob, self.schema, kind):
+            for change in decode(blob, self.schema, kind, lanes):
                 if change.tensor <= before:
                     raise FormatError("a tensor stands in two blobs", tensor=change.tensor)
                 before = change.tensor
@@ -247,6 +256,17 @@ class Subscriber:
             raise FormatError("an anchor lacks tensors", n=len(targets), expected=len(self.schema))
         if manifest.target is None or root(self.schema, targets) != manifest.target.root:
             raise FormatError("an anchor's fingerprints are not its version's", seq=manifest.seq)
+
+    def entries(self, manifest: Manifest) -> Iterator[Entry]:
+        """What a record's blobs say of each tensor, without decoding it; blobs come one by one.
+
+        Raises:
+            ValueError: a fence.
+            DigestError, FormatError, UnsupportedError: the blobs cannot be used.
+        """
+        kind = manifest.content
+        for ref in manifest.blobs:
+            yield from parse_blob(self._blob(ref), self.schema, kind).entries
 
     def materialise(
         self, number: int | None = None, *, base: Mapping[str, Unsigned] | None = None
@@ -280,7 +300,7 @@ class Subscriber:
     def _rebuild(
         self, path: Sequence[Manifest], base: Mapping[str, Unsigned] | None
     ) -> dict[str, Unsigned]:
-        *_, (_, replica) = replay(self.schema, path, self.changes, base)
+        *_, (_, replica) = replay(self.schema, path, self.changes, base, n_threads=self._n_threads)
         return replica.tensors()
 
     def _read_on(self, came: list[Manifest]) -> None:
