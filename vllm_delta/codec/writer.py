@@ -115,7 +115,7 @@ def _coded(
     lanes = [next(coded) if pending.tiles else None for pending in group]
     smaller: dict[int, int] = {}
     for place, (pending, one) in enumerate(zip(group, lanes, strict=True)):
-        if one is not None and hazard.gap_bytes(pending) < one.n_bytes:
+        if one is not None and one.gap_bytes < one.n_bytes:
             saved = one.n_bytes - _gap_bytes(pending.change)
             if saved > 0:
                 smaller[place] = saved

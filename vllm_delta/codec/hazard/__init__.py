@@ -6,7 +6,7 @@ the hazard of its exponent, and a change is one symbol of the interval in which 
 
 from __future__ import annotations
 
-from vllm_delta.codec.hazard.encoder import Coded, Pending, encode, gap_bytes
+from vllm_delta.codec.hazard.encoder import Coded, Pending, encode
 from vllm_delta.codec.hazard.lanes import HostLanes, Lane, LaneDecoder, Part
 from vllm_delta.codec.hazard.parse import MAX_CHANGES, parse_parts, shards_of
 from vllm_delta.codec.hazard.tiles import Tile, Tiling
@@ -22,7 +22,6 @@ __all__ = [
     "Tile",
     "Tiling",
     "encode",
-    "gap_bytes",
     "parse_parts",
     "shards_of",
 ]

@@ -30,12 +30,18 @@ _STRIDE = 9
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """A tensor's lanes: its lines of the directory, and the words."""
+    """A tensor's lanes: its lines of the directory, and the words.
+
+    Attributes:
+        gap_bytes: about what the changes take by `gap`, hardly ever more: the entropy of its
+            symbols.
+    """
 
     tensor: int
     model: Model
     directory: bytes
     words: bytes
+    gap_bytes: int
 
     @property
     def n_bytes(self) -> int:
@@ -68,7 +74,7 @@ def encode(pending: Sequence[Pending], tiling: Tiling, n_threads: int) -> list[C
 
     Memory beside the input and the words: one lane's symbols for each thread.
     """
-    model = _choose(pending, n_threads)
+    model, gaps = _measure(pending, n_threads)
     scratch = _Scratch()
     jobs = [
         (one, place, job)
@@ -93,20 +99,9 @@ def encode(pending: Sequence[Pending], tiling: Tiling, n_threads: int) -> list[C
             put_uvarint(lines[place], len(data) // 4 - 2)
             parts[place].append(data)
     return [
-        Coded(one.change.tensor, model, bytes(line), b"".join(part))
-        for one, line, part in zip(pending, lines, parts, strict=True)
+        Coded(one.change.tensor, model, bytes(line), b"".join(part), gap_bytes)
+        for one, line, part, gap_bytes in zip(pending, lines, parts, gaps, strict=True)
     ]
-
-
-def gap_bytes(pending: Pending) -> int:
-    """About what the change takes by `gap`, and hardly ever more: the entropy of its symbols."""
-    counts = np.zeros((2, 256), np.int64)
-    assert pending.change.indices is not None
-    n_low = loops.count_gaps(pending.change.indices, pending.change.steps, counts)
-    n = int(pending.change.nnz)
-    present = counts[counts > 0]
-    bits = 2 * n * int(tables.log2(np.array([n]))[0]) - int((present * tables.log2(present)).sum())
-    return ((bits >> 12) + int(n_low)) >> 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,23 +116,25 @@ class _Job:
     steps: Signed
 
 
-def _choose(pending: Sequence[Pending], n_threads: int) -> Model:
-    def count(one: Pending) -> tuple[I64, I64]:
-        n = n_classes(one.spec.dtype)
-        shift = SHIFTS[one.spec.dtype]
+def _measure(pending: Sequence[Pending], n_threads: int) -> tuple[Model, list[int]]:
+    """The model that fits the changes best, and about what each takes by `gap`."""
+
+    def count(one: Pending) -> tuple[I64, I64, int]:
+        n, shift = n_classes(one.spec.dtype), SHIFTS[one.spec.dtype]
         found, magnitudes = np.zeros(2 * n, np.int64), np.zeros((n, tables.N_MAGNITUDES), np.int64)
         stride = _STRIDE if one.base.size > _SAMPLED_ABOVE else 1
         n_seen = loops.count_classes(one.base, shift, stride, found)
-        loops.count_changes(
-            one.base, one.change.indices, one.change.steps, shift, n - 1, magnitudes
-        )
-        return (found[:n] + found[n:]) * one.base.size // n_seen, magnitudes
+        indices, steps = one.change.indices, one.change.steps
+        loops.count_changes(one.base, indices, steps, shift, n - 1, magnitudes)
+        n_bits = loops.gap_bits(indices, steps, tables.LOGARITHMS)
+        seen = (found[:n] + found[n:]) * one.base.size // n_seen
+        return seen, magnitudes, -(-int(n_bits) // 8)
 
     statistics = Statistics()
-    for one, found in zip(pending, workers.run(count, pending, n_threads), strict=True):
-        for total, some in zip(statistics.of(one.spec.dtype), found, strict=True):
-            total += some
-    return statistics.model()
+    measured = workers.run(count, pending, n_threads)
+    for one, (seen, magnitudes, _) in zip(pending, measured, strict=True):
+        statistics.add(one.spec.dtype, seen, magnitudes)
+    return statistics.model(), [n_bytes for *_, n_bytes in measured]
 
 
 def _lane_bits(one: Pending, most: int) -> int:

@@ -290,9 +290,20 @@ def count_changes(bits, indices, steps, shift, mask, counts):  # type: ignore[no
         counts[(bits[indices[c]] >> shift) & mask, symbol] += 1
 
 
+@numba.njit(inline="always")
+def _log2(value, logarithms):  # type: ignore[no-untyped-def]
+    """log2 of an integer >= 1 in 2^-12, to about 0.003."""
+    top = np.int64(0)
+    while value >> (top + 1):
+        top += 1
+    mantissa = value >> (top - 8) if top >= 8 else value << (8 - top)
+    return (top << 12) + logarithms[mantissa - 256]
+
+
 @numba.njit(cache=True, nogil=True)
-def count_gaps(indices, steps, counts):  # type: ignore[no-untyped-def]
-    """Adds the symbols that `gap` would use to int64[2, 256]; returns the low bits it would add."""
+def gap_bits(indices, steps, logarithms):  # type: ignore[no-untyped-def]
+    """The entropy of the symbols that `gap` would use for a tensor's changes, and its low bits."""
+    counts = np.zeros((2, 256), np.int64)
     n_low, before = np.int64(0), np.int64(-1)
     for c in range(indices.size):
         value = np.int64(indices[c]) - before - 1
@@ -308,4 +319,9 @@ def count_gaps(indices, steps, counts):  # type: ignore[no-untyped-def]
                 n_low += top - 2
             step = np.int64(steps[c])
             value = ((step << 1) ^ (step >> 63)) - 1
-    return n_low
+    entropy = 2 * indices.size * _log2(np.int64(indices.size), logarithms)
+    for stream in range(2):
+        for symbol in range(256):
+            if counts[stream, symbol]:
+                entropy -= counts[stream, symbol] * _log2(counts[stream, symbol], logarithms)
+    return (entropy >> 12) + n_low

@@ -101,13 +101,13 @@ class Statistics:
         self.elements: dict[str, I64] = {}
         self.magnitudes: dict[str, I64] = {}
 
-    def of(self, dtype: str) -> tuple[I64, I64]:
-        """The type's counts, int64[classes] and int64[classes, N_MAGNITUDES], to be added to."""
+    def add(self, dtype: str, elements: I64, magnitudes: I64) -> None:
+        """Count a tensor: int64[classes] elements, int64[classes, N_MAGNITUDES] steps."""
         if dtype not in self.elements:
-            n = n_classes(dtype)
-            self.elements[dtype] = np.zeros(n, np.int64)
-            self.magnitudes[dtype] = np.zeros((n, tables.N_MAGNITUDES), np.int64)
-        return self.elements[dtype], self.magnitudes[dtype]
+            self.elements[dtype], self.magnitudes[dtype] = elements, magnitudes
+        else:
+            self.elements[dtype] += elements
+            self.magnitudes[dtype] += magnitudes
 
     def model(self) -> Model:
         """Rate and scale per class that take the fewest bits, in integers."""
