@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 
 from scripts._bench.codec_traces import View
-from vllm_delta.codec import Change, HostLanes, decode, encode_delta
+from vllm_delta.codec import Change, Codec, HostLanes, decode, encode_delta
 from vllm_delta.codec.order import Signed, Unsigned, steps_between
+from vllm_delta.commit import PublisherSettings
 from vllm_delta.format import NO_PARENT, BlobRef, Manifest, Version, digest, seal
 from vllm_delta.shadow import Shadow
-
-Codec = Literal["gap", "hazard"]
-RAW_ABOVE: dict[Codec, float] = {"gap": 0.30, "hazard": 0.75}
-"""Share of a tensor from which a publisher replaces it whole, by default."""
 
 
 class Ours:
@@ -27,7 +23,7 @@ class Ours:
 
     Args:
         view: base and target.
-        codec: also the coder's name.
+        codec: also the coder's name; with the publisher's default settings for it.
         shadow: of the view's base.
         shards: parts into which readers split tensors; more take more tiles (`hazard`).
         n_threads: threads that code lanes (`hazard`).
@@ -38,13 +34,14 @@ class Ours:
     ) -> None:
         self.name: str = codec
         self._codec: Codec = codec
+        self._raw_above = PublisherSettings(codec=codec).replaced_above
         self._view, self._shadow = view, shadow
         self._shards, self._n_threads = shards, n_threads
 
     def changes(self) -> Iterator[Change]:
         """What a publisher finds changed."""
         for tensor, new in enumerate(self._view.target):
-            change = self._shadow.diff(tensor, new, raw_above=RAW_ABOVE[self._codec])
+            change = self._shadow.diff(tensor, new, raw_above=self._raw_above)
             if change is not None:
                 yield change
 
