@@ -7,10 +7,11 @@ import pytest
 
 from vllm_delta.codec import Change, encode_delta, gap
 from vllm_delta.codec.order import add_steps
+from vllm_delta.difference import CHUNK as _CHUNK
 from vllm_delta.errors import DeltaError
 from vllm_delta.fingerprint import coefficients, fingerprint, weigh
 from vllm_delta.format import Schema, TensorSpec
-from vllm_delta.shadow import _CHUNK, Proof, Shadow
+from vllm_delta.shadow import Proof, Shadow
 
 WIDTHS = {"BF16": "u2", "F16": "u2", "F32": "u4", "F8_E4M3": "u1"}
 

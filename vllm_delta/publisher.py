@@ -225,7 +225,12 @@ class Publisher:
         """Every tensor that differs from the shadow, in schema order."""
         mark = time.perf_counter()
         for tensor, bits in enumerate(self._weights.read()):
-            change = self._shadow.diff(tensor, bits, raw_above=self._settings.replaced_above)
+            change = self._shadow.diff(
+                tensor,
+                bits,
+                raw_above=self._settings.replaced_above,
+                n_threads=self._settings.threads,
+            )
             if change is None:
                 continue
             costs.n_changed += self._shadow.n_different(change)

@@ -6,42 +6,18 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
 from vllm_delta.codec import Change, LaneDecoder, decode, gap
 from vllm_delta.codec.blob import BlobKind
-from vllm_delta.codec.order import Signed, Unsigned, add_steps, steps_between
+from vllm_delta.codec.order import Unsigned, add_steps
+from vllm_delta.difference import difference
 from vllm_delta.errors import DeltaError
-from vllm_delta.fingerprint import MASK64, coefficients, fingerprint, root, weigh
-from vllm_delta.format import Schema, TensorSpec, Version
+from vllm_delta.fingerprint import MASK64, fingerprint, root
+from vllm_delta.format import Schema, Version
 
 _CHUNK = 1 << 18
-"""Elements compared at a time; a multiple of the elements in a wide word."""
-_WORD_BYTES = 8
-
-
-@numba.njit(cache=True, nogil=True)
-def _find_changes(old_words, new_words, old, new, places, old_out, new_out):  # type: ignore[no-untyped-def]
-    """Places, old and new bits of the elements that differ; returns how many there are.
-
-    Words are compared first, elements only inside a word that differs. Elements past the last
-    whole word are compared one by one.
-    """
-    n = 0
-    width = 8 // old.itemsize
-    for word in range(old_words.size):
-        if old_words[word] != new_words[word]:
-            for i in range(word * width, word * width + width):
-                if old[i] != new[i]:
-                    places[n], old_out[n], new_out[n] = i, old[i], new[i]
-                    n += 1
-    for i in range(old_words.size * width, old.size):
-        if old[i] != new[i]:
-            places[n], old_out[n], new_out[n] = i, old[i], new[i]
-            n += 1
-    return n
+"""Elements looked at together where only their number counts."""
 
 
 class Shadow:
@@ -75,7 +51,9 @@ class Shadow:
         """The version that the bits held are, under that number."""
         return Version(number, self.root)
 
-    def diff(self, tensor: int, new: Unsigned, *, raw_above: float) -> Change | None:
+    def diff(
+        self, tensor: int, new: Unsigned, *, raw_above: float, n_threads: int = 1
+    ) -> Change | None:
         """The change from the shadow to `new`, or None when every bit is equal.
 
         Reads both once. A tensor whose type has no steps, or with more than `raw_above` of its
@@ -86,16 +64,19 @@ class Shadow:
             tensor: place in the schema.
             new: unsigned[numel], flat, contiguous; not modified.
             raw_above: share of the elements, 0 to 1.
+            n_threads: threads to use, the calling one included.
         """
         spec, old = self.schema.tensors[tensor], self.bits[tensor]
         if not spec.stepped:
             return None if np.array_equal(old, new) else self._replacement(tensor, new)
-        limit = min(int(raw_above * spec.numel), gap.MAX_CHANGES)
-        change = _Collector(spec, limit=limit)
-        for start in range(0, spec.numel, _CHUNK):
-            if not change.take(start, old[start : start + _CHUNK], new[start : start + _CHUNK]):
-                return self._replacement(tensor, new)
-        return change.finish(tensor, self.fingerprints[tensor])
+        most = min(int(raw_above * spec.numel), gap.MAX_CHANGES)
+        found = difference(spec, old, new, most=most, n_threads=n_threads)
+        if found is None:
+            return self._replacement(tensor, new)
+        if not found.indices.size:
+            return None
+        target = (self.fingerprints[tensor] + found.moved) & MASK64
+        return Change(tensor, found.indices, found.steps, None, found.touched, target)
 
     def whole(self, tensor: int) -> Change:
         """The tensor as an anchor holds it; aliases the shadow."""
@@ -161,70 +142,6 @@ class Shadow:
     def _replacement(self, tensor: int, new: Unsigned) -> Change:
         target = fingerprint(new, self.schema.tensors[tensor])
         return Change(tensor, None, None, new, self.fingerprints[tensor], target)
-
-
-class _Collector:
-    """Gathers one tensor's changes chunk by chunk, up to a limit.
-
-    The output is reserved for the most there can be; pages that are never written cost nothing.
-    """
-
-    def __init__(self, spec: TensorSpec, *, limit: int) -> None:
-        room = min(spec.numel, limit + _CHUNK)
-        width = spec.itemsize
-        self._spec = spec
-        self._limit = limit
-        self._n = 0
-        self._touched = 0
-        self._moved = 0
-        self._indices: Signed = np.empty(room, "i4" if spec.numel < 1 << 31 else "i8")
-        self._steps = np.empty(room, f"i{width}")
-        chunk = min(spec.numel, _CHUNK)
-        self._places = np.empty(chunk, np.int32)
-        self._old = np.empty(chunk, f"u{width}")
-        self._new = np.empty(chunk, f"u{width}")
-
-    def take(self, start: int, old: Unsigned, new: Unsigned) -> bool:
-        """Add the changes of one chunk; False when there are more than the limit."""
-        old_words, new_words = _words(old), _words(new)
-        if old_words.size != new_words.size:
-            new = new.copy()
-            new_words = _words(new)
-        n = _find_changes(old_words, new_words, old, new, self._places, self._old, self._new)
-        if not n:
-            return True
-        if self._n + n > self._limit:
-            return False
-        old, new, here = self._old[:n], self._new[:n], slice(self._n, self._n + n)
-        np.add(self._places[:n], start, out=self._indices[here], dtype=self._indices.dtype)
-        self._steps[here] = steps_between(old, new)
-        weights = coefficients(self._spec, self._indices[here])
-        touched = weigh(old, weights)
-        self._touched += touched
-        self._moved += weigh(new, weights) - touched
-        self._n += n
-        return True
-
-    def finish(self, tensor: int, base: int) -> Change | None:
-        """The change of the whole tensor; `base` is its fingerprint before."""
-        if not self._n:
-            return None
-        return Change(
-            tensor=tensor,
-            indices=self._indices[: self._n],
-            steps=self._steps[: self._n],
-            bits=None,
-            touched=self._touched & MASK64,
-            target=(base + self._moved) & MASK64,
-        )
-
-
-def _words(bits: Unsigned) -> npt.NDArray[np.uint64]:
-    """The whole 8-byte words at the start of `bits`; none when memory is not aligned for them."""
-    if bits.ctypes.data % _WORD_BYTES:
-        return np.empty(0, np.uint64)
-    per_word = _WORD_BYTES // bits.itemsize
-    return bits[: bits.size // per_word * per_word].view(np.uint64)
 
 
 class Proof:
