@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_delta.channel import open_channel
+    from vllm_delta.commit import PublisherSettings
     from vllm_delta.engine.offline import follow
     from vllm_delta.engine.worker import WorkerExtension
     from vllm_delta.errors import DeltaError
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "DeltaError": "vllm_delta.errors",
     "Publisher": "vllm_delta.publisher",
+    "PublisherSettings": "vllm_delta.commit",
     "Reference": "vllm_delta.format",
     "Subscriber": "vllm_delta.subscriber",
     "WorkerExtension": "vllm_delta.engine.worker",
@@ -32,6 +34,7 @@ _PUBLIC = {
 __all__ = [
     "DeltaError",
     "Publisher",
+    "PublisherSettings",
     "Reference",
     "Subscriber",
     "WorkerExtension",

@@ -23,7 +23,7 @@ from scripts._demo.report import Findings, Progress, draw_plot, print_proofs
 from scripts._demo.server import Server, ServerError
 from scripts._demo.task import draw_prompts
 from scripts._demo.trainer import Trainer
-from vllm_delta import Publisher
+from vllm_delta import Publisher, PublisherSettings
 
 _N_COMPARED = 32
 _POLL_INTERVAL_S = 0.1
@@ -59,7 +59,10 @@ def _follow(
     delta = {"channel": options.channel, "poll_interval_s": _POLL_INTERVAL_S}
     with Server("following", base, options.work_dir, delta=delta) as server:
         progress.say(f"starting vllm serve, its log is {server.log_path}")
-        with Publisher(options.channel, model.network, dtype=torch.bfloat16) as publisher:
+        settings = PublisherSettings(codec=options.codec)
+        with Publisher(
+            options.channel, model.network, dtype=torch.bfloat16, settings=settings
+        ) as publisher:
             progress.say(f"version {publisher.version.number} is on {options.channel}")
             progress.say(f"the server is ready after {server.wait_until_ready():.0f} s")
             with Loop(

@@ -11,6 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Codec = Literal["gap", "hazard"]
 
 _DESCRIPTION = """
 A language model learns by reinforcement while a live vLLM follows it, bit for bit.
@@ -31,6 +34,7 @@ class Options:
     Attributes:
         work_dir: For checkpoints and logs; empty, or not there yet.
         channel: Directory or URL.
+        codec: Of the deltas.
         json, plot: Files to write.
     """
 
@@ -39,6 +43,7 @@ class Options:
     seed: int
     channel: str
     work_dir: Path
+    codec: Codec
     json: Path | None
     plot: Path | None
 
@@ -54,6 +59,7 @@ def parse(arguments: Sequence[str]) -> Options:
         seed=parsed.seed,
         channel=parsed.channel or str(work_dir / "channel"),
         work_dir=work_dir,
+        codec=parsed.codec,
         json=parsed.json,
         plot=parsed.plot,
     )
@@ -84,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--versions", type=int, default=8, help="how many to make, default 8")
     parser.add_argument("--channel", help="directory or URL, default: in the work directory")
     parser.add_argument("--learning-rate", type=float, default=_LEARNING_RATE)
+    parser.add_argument("--codec", choices=["hazard", "gap"], default="hazard")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work-dir", type=Path, help="an empty one, default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
