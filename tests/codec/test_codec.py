@@ -159,6 +159,19 @@ def test_golden_blobs_decode(name: str, kind: blob.BlobKind) -> None:
     assert all(same(*pair) for pair in zip(expected, back, strict=True))
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_golden_hazard_blobs_decode(shards: int) -> None:
+    """The stored hazard blobs decode to the stored inputs, with the base that a script makes."""
+    data, base = (make.HERE / f"hazard_{shards}.blob").read_bytes(), make.hazard_base()
+    lanes = codec.HostLanes(base.__getitem__)
+    back = list(codec.decode(data, make.HAZARD_SCHEMA, "delta", lanes))
+    expected = make.hazard_changes()
+    assert len(back) == len(expected)
+    assert all(same(*pair) for pair in zip(expected, back, strict=True))
+    taken = {entry.codec for entry in blob.parse_blob(data, make.HAZARD_SCHEMA, "delta").entries}
+    assert taken == ({blob.HAZARD, blob.RAW} | ({blob.GAP} if shards > 1 else set()))
+
+
 @pytest.mark.parametrize("name", sorted(make.golden()))
 def test_golden_bytes(name: str) -> None:
     """Encoding gives the stored bytes; behind a frame, where another zstandard may differ, the
@@ -168,9 +181,10 @@ def test_golden_bytes(name: str) -> None:
         assert stored == now
         return
     kind: blob.BlobKind = "delta"
-    if name != "delta.blob":
+    if name in ("anchor.blob", "reference.blob"):
         kind = "anchor" if name == "anchor.blob" else "reference"
-    old, new = (blob.parse_blob(data, make.SCHEMA, kind) for data in (stored, now))
+    schema = make.HAZARD_SCHEMA if name.startswith("hazard") else make.SCHEMA
+    old, new = (blob.parse_blob(data, schema, kind) for data in (stored, now))
     assert old.entries == new.entries
     assert old.sections.keys() == new.sections.keys()
     for tag, part in old.sections.items():
