@@ -1,0 +1,483 @@
+"""Merged deltas on a channel: when a publisher writes them, and who takes them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+import vllm_delta.coding as coding_module
+from tests.nets import BF16, assert_same, bits_of, read
+from vllm_delta.channel import Log
+from vllm_delta.codec.order import add_steps
+from vllm_delta.errors import ChannelError, DeltaError, SettingsError
+from vllm_delta.events import Published
+from vllm_delta.format import Reference
+from vllm_delta.merge import LARGEST_SHARE, LEAST_SAVED_BYTES
+from vllm_delta.publisher import Publisher, PublisherSettings
+from vllm_delta.replay import replay
+from vllm_delta.subscriber import Subscriber
+from vllm_delta.testing import FaultyChannel, MemoryStore, SimulatedCrash
+
+N_HOT = 120_000
+ROOMY = 1e9
+
+
+def settings(codec: str = "gap", **more) -> PublisherSettings:
+    return PublisherSettings(codec=codec, **({"anchor_ratio": ROOMY} | more))
+
+
+class Weights:
+    """A checkpoint whose steps mostly change the same weights, as an optimizer's do."""
+
+    def __init__(self, n: int = 1_200_000) -> None:
+        rng = np.random.default_rng(2)
+        values = rng.normal(0, 0.02, n).astype(np.float32)
+        self.tensors = {
+            "matrix": torch.from_numpy(values).to(BF16).reshape(-1, 400),
+            "norm": torch.ones(300, dtype=torch.float32),
+            "n_steps": torch.tensor(0),
+        }
+        self._order = rng.permutation(n)
+        self._rng = rng
+        self.hot = self._order[:N_HOT]
+
+    def step(self, *, spread: bool = False) -> None:
+        """Change three quarters of the hot weights, or (`spread`) each time others."""
+        flat = self.tensors["matrix"].view(-1).view(torch.int16)
+        some = self._rng.choice(self.hot, 3 * N_HOT // 4, replace=False)
+        if spread:
+            some, self._order = self._order[: N_HOT // 2], np.roll(self._order, N_HOT // 2)
+        bits = flat.numpy().view(np.uint16)
+        steps = self._rng.choice(np.array([-1, 1, 1, 2], np.int16), some.size)
+        bits[some] = add_steps(bits[some], steps)
+        self.tensors["norm"][:7] += 1
+        self.tensors["n_steps"] += 1
+
+    def bits(self) -> dict[str, np.ndarray]:
+        return {name: bits_of(tensor).copy() for name, tensor in self.tensors.items()}
+
+
+class Run:
+    """A channel with so many deltas, and what each version holds."""
+
+    def __init__(self, n: int, store=None, **options) -> None:
+        self.store = store or MemoryStore()
+        self.weights = Weights()
+        self.events: list[Published] = []
+        reference = options.pop("reference", None)
+        self.publisher = Publisher(
+            self.store,
+            self.weights.tensors,
+            reference=reference,
+            settings=settings(**options),
+            hooks=[lambda e: self.events.append(e) if isinstance(e, Published) else None],
+        )
+        self.versions = [self.weights.bits()]
+        for _ in range(n):
+            self.publish()
+
+    def publish(self, **how) -> None:
+        self.weights.step(**how)
+        assert self.publisher.publish().kind == "delta"
+        self.versions.append(self.weights.bits())
+
+    def manifests(self):
+        subscriber = Subscriber(self.store)
+        subscriber.refresh()
+        return subscriber.history()
+
+    def merged(self) -> list[tuple[int, int]]:
+        found = [m for m in self.manifests() if m.kind == "merged"]
+        return [(m.base.number, m.target.number) for m in found]
+
+
+@pytest.fixture(scope="module", params=["gap", "hazard"])
+def run(request) -> Run:
+    """Seventeen versions after the first, in either codec."""
+    return Run(17, codec=request.param)
+
+
+def test_a_merged_delta_follows_the_delta_that_ends_its_stride(run):
+    kinds = [(m.kind, m.target and m.target.number) for m in run.manifests()][1:]
+    wanted = []
+    for number in range(18):
+        wanted.append(("delta" if number else "anchor", number))
+        wanted += [("merged", number)] * (number % 4 == 0 and number > 0)
+        wanted += [("merged", number)] * (number == 16)
+    assert kinds == wanted
+    assert run.merged() == [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)]
+
+
+def test_a_merged_delta_pays(run):
+    """At most three quarters of those that it stands for, and 64 KiB saved; the events say so."""
+    manifests = run.manifests()
+    single = {m.target.number: m.payload_bytes for m in manifests if m.kind == "delta"}
+    for m in manifests:
+        if m.kind == "merged":
+            others = sum(single[n] for n in range(m.base.number + 1, m.target.number + 1))
+            assert m.payload_bytes <= LARGEST_SHARE * others
+            assert others - m.payload_bytes >= LEAST_SAVED_BYTES
+    told = [e for e in run.events if e.kind == "merged"]
+    written = [m.payload_bytes for m in manifests if m.kind == "merged"]
+    assert [0 < e.payload_bytes - n < 2000 for e, n in zip(told, written, strict=True)] == [
+        True
+    ] * 5
+    assert all(0 < e.n_changed < 2 * N_HOT for e in told)
+
+
+def test_every_lag_is_made_up_bit_for_bit_in_the_fewest_bytes(run):
+    """From any version to any later one, whatever of deltas, merged deltas and anchors is taken."""
+    subscriber = Subscriber(run.store)
+    subscriber.refresh()
+    versions = [subscriber.version(n) for n in range(18)]
+    first = subscriber.history()[1]
+    ways = {}
+    for start in range(18):
+        reach = subscriber.plan(number=start)
+        for end in (start + 1, start + 3, start + 4, 16, 17):
+            if not start < end <= 17:
+                continue
+            path = subscriber.plan(versions[start], number=end)
+            ways[start, end] = [(m.kind, m.base.number, m.target.number) for m in path]
+        path = subscriber.plan(versions[start], number=min(start + 4, 17))
+        if path and path[0].kind != "anchor":
+            *_, (_, replica) = replay(subscriber.schema, [*reach, *path], subscriber.changes)
+            assert_same(replica.tensors(), run.versions[min(start + 4, 17)])
+    assert ways[0, 4] == [("merged", 0, 4)]
+    assert ways[0, 16] == [("merged", 0, 16)]
+    assert ways[0, 17] == [("merged", 0, 16), ("delta", 16, 17)]
+    assert ways[3, 17] == [
+        ("delta", 3, 4),
+        ("merged", 4, 8),
+        ("merged", 8, 12),
+        ("merged", 12, 16),
+        ("delta", 16, 17),
+    ]
+    assert first.kind == "anchor"
+    for number in (0, 3, 4, 15, 16, 17):
+        assert_same(subscriber.materialise(number), run.versions[number])
+    assert [m.kind for m in subscriber.plan()] == ["anchor", "merged", "delta"]
+
+
+def test_a_reader_that_keeps_up_never_takes_a_merged_delta(run):
+    subscriber = Subscriber(run.store)
+    subscriber.refresh()
+    for number in range(1, 18):
+        path = subscriber.plan(subscriber.version(number - 1), number=number)
+        assert [(m.kind, m.target.number) for m in path] == [("delta", number)]
+
+
+def test_a_log_read_record_by_record_checks_merged_deltas_too(run):
+    """By gap they are checked against the bits they led to; by hazard only from their base."""
+    subscriber = Subscriber(run.store)
+    subscriber.refresh()
+    steps = replay(subscriber.schema, subscriber.history(), subscriber.changes)
+    proven = [m.kind for m, _ in steps]
+    checked = run.publisher._settings.codec == "gap"
+    assert proven.count("merged") == (5 if checked else 0)
+    assert proven.count("delta") == 17
+
+
+def test_blobs_of_a_hazard_channel_are_smaller(run):
+    if run.publisher._settings.codec == "gap":
+        other = Run(4, codec="hazard")
+        sizes = [
+            [m.payload_bytes for m in r.manifests() if m.kind in ("delta", "merged")][:5]
+            for r in (run, other)
+        ]
+        assert all(gap > hazard for gap, hazard in zip(*sizes, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["gap", "hazard"])
+def test_what_does_not_pay_is_not_published(codec):
+    """Steps that change other weights each time have nothing to merge."""
+    run = Run(0, codec=codec)
+    for _ in range(16):
+        run.publish(spread=True)
+    assert run.merged() == []
+    assert_same(read(run.store), run.versions[16])
+
+
+def test_the_larger_stride_may_pay_where_the_smaller_does_not():
+    """Four steps change weights of their own, sixteen the same ones again and again."""
+    run = Run(0)
+    parts = np.array_split(run.weights.hot, 4)
+    flat = run.weights.tensors["matrix"].view(-1).view(torch.int16)
+    for number in range(16):
+        flat[torch.from_numpy(parts[number % 4])] += 1
+        run.publisher.publish()
+    assert run.merged() == [(0, 16)]
+    assert_same(read(run.store), run.weights.bits())
+
+
+def test_small_channels_and_those_without_strides_have_none():
+    assert Run(8, strides=()).merged() == []
+    tensors = {"w": torch.zeros(5000)}
+    publisher = Publisher(store := MemoryStore(), tensors, settings=settings())
+    for _ in range(8):
+        tensors["w"][:50] += 1
+        publisher.publish()
+    kinds = [m.kind for m in Subscriber(store).refresh()]
+    assert "merged" not in kinds
+
+
+def test_other_strides():
+    assert Run(6, strides=(2, 6)).merged() == [(0, 2), (2, 4), (4, 6), (0, 6)]
+
+
+def test_a_tensor_that_was_replaced_on_the_way_is_replaced_by_the_merged_delta():
+    run = Run(2)
+    run.weights.tensors["norm"][:] *= 1.5
+    run.publish()
+    run.publish()
+    assert run.merged() == [(0, 4)]
+    subscriber = Subscriber(run.store)
+    (merged,) = [m for m in subscriber.refresh() if m.kind == "merged"]
+    changes = {subscriber.schema.tensors[c.tensor].name: c for c in subscriber.changes(merged)}
+    assert changes["norm"].bits is not None
+    assert changes["n_steps"].bits is not None
+    assert changes["matrix"].bits is None
+    assert_same(subscriber.materialise(), run.versions[4])
+
+
+def test_a_restart_begins_to_collect_at_the_next_multiple():
+    run = Run(6)
+    again = Publisher(run.store, run.weights.tensors, settings=settings())
+    for _ in range(12):
+        run.weights.step()
+        again.publish()
+    assert again.version.number == 18
+    assert run.merged() == [(0, 4), (8, 12), (12, 16)]
+    assert_same(read(run.store), run.weights.bits())
+
+
+def test_a_new_beginning_is_not_merged_over():
+    run = Run(5)
+    older = {name: tensor.clone() for name, tensor in run.weights.tensors.items()}
+    older["norm"] += 1
+    run.weights.tensors = older
+    publisher = Publisher(run.store, older, settings=settings())
+    for _ in range(8):
+        run.weights.step()
+        publisher.publish()
+    assert publisher.version.number == 14
+    assert run.merged() == [(0, 4), (8, 12)]
+    subscriber = Subscriber(run.store)
+    subscriber.refresh()
+    assert subscriber.plan(subscriber.version(4))[0].kind == "anchor"
+
+
+def test_merged_deltas_do_not_hasten_the_next_anchor():
+    """What a newcomer would read is what decides, and that is less with them."""
+    counts = []
+    for strides in ((), (4,)):
+        run = Run(12, strides=strides, anchor_ratio=0.35)
+        counts.append([m.target.number for m in run.manifests() if m.kind == "anchor"])
+    assert counts[0] == counts[1] != [0]
+
+
+def test_a_history_beyond_its_bound_is_dropped():
+    run = Run(0, raw_above=1.0)
+    flat = run.weights.tensors["matrix"].view(-1).view(torch.int16)
+    for _ in range(4):
+        flat[:] += 1
+        flat[::3] += 5
+        flat[::7] -= 300
+        run.publisher.publish()
+        held = run.publisher._history.n_bytes
+        assert held <= 0.5 * run.publisher._anchor_bytes
+    run.publish()
+    assert_same(read(run.store), run.weights.bits())
+
+
+# Failures
+
+
+@pytest.mark.parametrize("codec", ["gap", "hazard"])
+@pytest.mark.parametrize("fault", ["transport", "lost_answer", "late"])
+def test_after_a_failed_merge_the_next_publish_has_everything(fault, codec):
+    """Whichever call fails and however: no version is lost, none doubled, merged ones are true."""
+    at, reached = 0, True
+    while reached:
+        store = MemoryStore()
+        channel = FaultyChannel(store)
+        run = Run(3, channel, codec=codec, strides=(4,))
+        run.weights.step()
+        channel.script([None] * at + [fault])
+        with contextlib.suppress(ChannelError):
+            run.publisher.publish()
+        reached = not channel._script
+        channel._script.clear()
+        channel.deliver()
+        for _ in range(2):
+            run.weights.step()
+            run.publisher.publish()
+        run.store = store
+        assert run.publisher.version == Log(store).tail().manifest.target
+        assert_same(read(store), run.weights.bits())
+        subscriber = Subscriber(store)
+        subscriber.refresh()
+        path = subscriber.plan(subscriber.version(0), number=5)
+        start = subscriber.plan(number=0)
+        *_, (_, replica) = replay(subscriber.schema, [*start, *path], subscriber.changes)
+        assert replica.root == subscriber.version(5).root
+        replica.tensors()
+        at += 2
+    assert at > 9
+
+
+def test_a_trainer_that_dies_while_merging_leaves_the_version_that_stands():
+    for at in range(6, 12):
+        store = MemoryStore()
+        channel = FaultyChannel(store)
+        run = Run(3, channel, strides=(4,))
+        run.weights.step()
+        channel.script([None] * at + ["crash"])
+        with contextlib.suppress(SimulatedCrash):
+            run.publisher.publish()
+        successor = Publisher(store, run.weights.tensors, settings=settings())
+        assert successor.version.number == 4
+        assert_same(read(store), run.weights.bits())
+
+
+@pytest.mark.parametrize("codec", ["gap", "hazard"])
+def test_a_wrong_merge_publishes_nothing_and_later_publishes_go_on(monkeypatch, codec):
+    """The proof sees it, the delta stands, and the next stride is merged again."""
+    run = Run(3, codec=codec)
+    right = coding_module.encode_delta
+
+    def wrong(schema, changes, **options):
+        if n_calls := len(calls):
+            for change in changes:
+                if change.steps is not None:
+                    change.steps[n_calls] += 1
+                yield from right(schema, [change], **options)
+        else:
+            calls.append(1)
+            yield from right(schema, changes, **options)
+
+    calls: list[int] = []
+    run.weights.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(coding_module, "encode_delta", wrong)
+        with pytest.raises(DeltaError, match=r"does not decode|do not lead"):
+            run.publisher.publish()
+    assert run.publisher.version.number == 4
+    run.versions.append(run.weights.bits())
+    assert_same(read(run.store), run.versions[4])
+    for _ in range(4):
+        run.publish()
+    assert run.merged() == [(4, 8)]
+    assert_same(read(run.store), run.versions[8])
+
+
+@pytest.mark.parametrize("at", ["encode", "back", "forward"])
+def test_an_interrupt_while_the_shadow_stands_at_the_base_is_survived_or_told(monkeypatch, at):
+    """Interrupted while encoding it moves back; interrupted while moving the publisher stops."""
+    run = Run(3, codec="hazard")
+    shadow = run.publisher._shadow
+    moves, right_move, right_before = [], shadow._move, shadow.before
+    inside = [False]
+
+    @contextlib.contextmanager
+    def before(*arguments):
+        inside[0] = True
+        with right_before(*arguments):
+            if at == "encode":
+                raise KeyboardInterrupt
+            yield
+
+    def move(change, sign):
+        if inside[0]:
+            moves.append(sign)
+            if moves.count(-1 if at == "back" else 1) == 1 and at != "encode":
+                raise KeyboardInterrupt
+        return right_move(change, sign)
+
+    run.weights.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(shadow, "before", before)
+        patch.setattr(shadow, "_move", move)
+        with pytest.raises(KeyboardInterrupt):
+            run.publisher.publish()
+    run.weights.step()
+    if at == "encode":
+        assert run.publisher.publish().version.number == 5
+    else:
+        with pytest.raises(DeltaError, match="make a new publisher"):
+            run.publisher.publish()
+        again = Publisher(run.store, run.weights.tensors, settings=settings("hazard"))
+        assert again.version.number == 5
+    assert_same(read(run.store), run.weights.bits())
+
+
+# Hazard
+
+
+def test_a_hazard_channel_is_rebuilt_from_the_checkpoint_that_it_refers_to():
+    run = Run(5, codec="hazard", reference=Reference("someone/model"))
+    subscriber = Subscriber(run.store)
+    subscriber.refresh()
+    assert_same(subscriber.materialise(base=run.versions[0]), run.versions[5])
+    with pytest.raises(SettingsError, match="someone/model"):
+        subscriber.materialise()
+    with pytest.raises(SettingsError, match="someone/model"):
+        for _ in replay(subscriber.schema, subscriber.history(), subscriber.changes):
+            pass
+    with pytest.raises(ValueError, match="weights before"):
+        list(subscriber.changes(subscriber.newest_manifest))
+
+
+def test_shards_and_threads_change_nothing_in_what_is_read():
+    payloads = set()
+    for shards, n_threads in ((1, 1), (1, 2), (4, 2)):
+        run = Run(4, codec="hazard", shards=shards, n_threads=n_threads)
+        assert_same(read(run.store), run.versions[4])
+        payloads.add(tuple(m.payload_bytes for m in run.manifests()[2:]))
+    assert len(payloads) == 2, "threads do not change the bytes"
+
+
+def test_a_tensor_that_the_encoder_chose_to_replace_is_proven_to_be_the_same():
+    """By hazard many scattered changes of random bits are larger than the tensor itself."""
+    rng = np.random.default_rng(8)
+    tensors = {
+        "w": torch.from_numpy(rng.integers(0, 255, 9000, dtype=np.uint8)).view(torch.float8_e4m3fn)
+    }
+    store = MemoryStore()
+    publisher = Publisher(store, tensors, settings=settings("hazard", raw_above=1.0))
+    raw = tensors["w"].view(torch.uint8)
+    for n in (100, 8000, 9000):
+        raw[:n] = torch.from_numpy(rng.integers(0, 255, n, dtype=np.uint8))
+        publisher.publish()
+        assert_same(read(store), {"w": bits_of(tensors["w"])})
+    subscriber = Subscriber(store)
+    kinds = [next(subscriber.changes(m)).bits is not None for m in subscriber.refresh()[-1:]]
+    assert kinds == [True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": "zip"},
+        {"shards": 0},
+        {"n_threads": 0},
+        {"strides": (1, 4)},
+        {"strides": (4, 6)},
+        {"strides": (4, 4)},
+        {"strides": (16, 4)},
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(options):
+    with pytest.raises(SettingsError, match=next(iter(options))):
+        PublisherSettings(**options)
+
+
+def test_the_share_above_which_a_tensor_is_replaced_follows_the_codec():
+    assert PublisherSettings().replaced_above == 0.30
+    assert PublisherSettings(codec="hazard").replaced_above == 0.75
+    assert PublisherSettings(codec="hazard", raw_above=0.0).replaced_above == 0.0
+    assert PublisherSettings(strides=(2,)).strides == (2,)
