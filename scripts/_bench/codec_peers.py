@@ -88,20 +88,22 @@ class Arc(Peer):
         self._scheme, self._wait_for = scheme, wait_for
         tensors = zip(view.schema.tensors, view.base, view.target, strict=True)
         self._pairs = [(_tensor(spec, old), _tensor(spec, new)) for spec, old, new in tensors]
-        self._threads: set[threading.Thread] = set()
+        self._left: set[threading.Thread] = set()
 
     def encode(self) -> list[tuple[torch.Tensor, str]]:
-        self._threads = set(threading.enumerate())
+        before = set(threading.enumerate())
         with _waiting(self._wait_for):
-            return [
+            payload = [
                 delta_compress(src=old, dst=new, compression_format=self._scheme)
                 for old, new in self._pairs
             ]
+        self._left = set(threading.enumerate()) - before
+        return payload
 
     def settle(self) -> None:
         """Wait for losers of ARC3's race: each call has a pool of its own, which then ends."""
-        for thread in set(threading.enumerate()) - self._threads:
-            thread.join()
+        while self._left:
+            self._left.pop().join()
 
     def decode(self, payload: list[tuple[torch.Tensor, str]]) -> Iterator[torch.Tensor]:
         for (old, _), (diff, checksum) in zip(self._pairs, payload, strict=True):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -27,55 +26,111 @@ CONTROL_ROUNDS = 30_000_000
 """Some 50 ms."""
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """The best of several runs: CPU seconds of the whole process, and by the clock."""
+def measure(coders: Sequence[Coder], model_bytes: int) -> list[dict[str, Any]]:
+    """The coders' figures: bytes, percent, MB of weights per CPU second and per second, exact.
 
-    cpu: float
-    wall: float
-
-
-def measure(coder: Coder, model_bytes: int) -> dict[str, Any]:
-    """One coder's figures: bytes, percent, MB of weights per CPU second and per second, exact.
-
-    CPU seconds are the process's, so a coder that starts threads pays for all of them, and for
-    what they do after it answered. MB are 10^6 bytes of weights. Where sizes differ from run to
-    run, the payload of median size counts. A wrong answer has no figures.
+    Every answer is checked before anything is timed; a wrong one has no figures. Then the coders
+    take turns, so that all see the same machine, and the best run of each counts. CPU seconds are
+    the process's, so a coder that starts threads pays for all of them, and for what they do after
+    it answered. MB are 10^6 bytes of weights. Where sizes differ from run to run, the payload of
+    median size counts.
     """
-    first = coder.encode()
-    coder.settle()
-    if not coder.holds(first):
-        return {"exact": False}
-    payloads: list[Any] = []
-    sizes: list[int] = []
+    trials = [_Trial(coder) for coder in coders]
+    _take_turns([trial.encoding for trial in trials if trial.is_exact])
+    for trial in trials:
+        trial.choose()
+    _take_turns([trial.decoding for trial in trials if trial.is_exact])
+    return [trial.figures(model_bytes) for trial in trials]
 
-    def encode_once() -> None:
-        payloads.append(coder.encode())
 
-    def is_enough(wall: list[float]) -> bool:
-        sizes.append(coder.n_bytes(payloads[-1]))
-        if len(set(sizes)) == 1:
-            return _is_enough(wall)
-        return len(wall) >= VARYING_RUNS or (len(wall) >= MIN_RUNS and sum(wall) >= VARYING_S)
+class _Runs:
+    """Repeated work of one coder, in CPU seconds of the process and in seconds.
 
-    encode = _best(encode_once, coder.settle, is_enough)
-    n_bytes = statistics.median_low(sizes)
-    payload = payloads[sizes.index(n_bytes)]
-    if not coder.holds(payload):
-        return {"exact": False}
-    decode = _best(lambda: _exhaust(coder.decode(payload)), coder.settle)
-    megabytes = model_bytes / 1e6
-    return {
-        "bytes": n_bytes,
-        "percent": 100 * n_bytes / model_bytes,
-        "encode_mb_s": megabytes / encode.cpu,
-        "decode_mb_s": megabytes / decode.cpu,
-        "exact": True,
-        "encode_wall_mb_s": megabytes / encode.wall,
-        "decode_wall_mb_s": megabytes / decode.wall,
-        "smallest_bytes": min(sizes),
-        "largest_bytes": max(sizes),
-    }
+    Args:
+        work: what is timed.
+        settle: waits for what `work` left behind; its CPU seconds count.
+        note: called after each run; not timed.
+    """
+
+    def __init__(
+        self, work: Callable[[], Any], settle: Callable[[], None], note: Callable[[], None]
+    ) -> None:
+        self._work, self._settle, self._note = work, settle, note
+        self.cpu: list[float] = []
+        self.wall: list[float] = []
+        self.is_varying = False
+
+    def once(self) -> None:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        self._work()
+        self.wall.append(time.perf_counter() - start)
+        self._settle()
+        self.cpu.append(time.process_time() - cpu_start)
+        self._note()
+
+    @property
+    def is_enough(self) -> bool:
+        n, seconds = len(self.wall), sum(self.wall)
+        if self.is_varying:
+            return n >= VARYING_RUNS or (n >= MIN_RUNS and seconds >= VARYING_S)
+        return n >= MAX_RUNS or (n >= MIN_RUNS and seconds >= ENOUGH_S)
+
+    def speeds(self, megabytes: float, name: str) -> dict[str, float]:
+        return {
+            f"{name}_mb_s": megabytes / min(self.cpu),
+            f"{name}_wall_mb_s": megabytes / min(self.wall),
+        }
+
+
+class _Trial:
+    """One coder: its first answer is checked at once."""
+
+    def __init__(self, coder: Coder) -> None:
+        self._coder = coder
+        self._payloads: list[Any] = []
+        self._sizes: list[int] = []
+        self.encoding = _Runs(self._encode, coder.settle, self._weigh)
+        self.decoding = _Runs(self._decode, coder.settle, lambda: None)
+        self._payload = coder.encode()
+        coder.settle()
+        self.is_exact = coder.holds(self._payload)
+
+    def choose(self) -> None:
+        """Take the payload of median size, and check it too."""
+        if self.is_exact:
+            self._payload = self._payloads[self._sizes.index(statistics.median_low(self._sizes))]
+            self._payloads.clear()
+            self.is_exact = self._coder.holds(self._payload)
+
+    def figures(self, model_bytes: int) -> dict[str, Any]:
+        if not self.is_exact:
+            return {"exact": False}
+        n_bytes, megabytes = self._coder.n_bytes(self._payload), model_bytes / 1e6
+        return {
+            "bytes": n_bytes,
+            "percent": 100 * n_bytes / model_bytes,
+            **self.encoding.speeds(megabytes, "encode"),
+            **self.decoding.speeds(megabytes, "decode"),
+            "exact": True,
+            "smallest_bytes": min(self._sizes),
+            "largest_bytes": max(self._sizes),
+        }
+
+    def _encode(self) -> None:
+        self._payloads.append(self._coder.encode())
+
+    def _weigh(self) -> None:
+        self._sizes.append(self._coder.n_bytes(self._payloads[-1]))
+        self.encoding.is_varying = len(set(self._sizes)) > 1
+
+    def _decode(self) -> None:
+        _exhaust(self._coder.decode(self._payload))
+
+
+def _take_turns(all_runs: Iterable[_Runs]) -> None:
+    while waiting := [runs for runs in all_runs if not runs.is_enough]:
+        for runs in waiting:
+            runs.once()
 
 
 def measure_threads(view: View, shadow: Shadow) -> list[dict[str, Any]]:
@@ -113,27 +168,6 @@ def measure_threads(view: View, shadow: Shadow) -> list[dict[str, Any]]:
         {"work": name, "one_s": alone, "two_s": together, "ratio": alone / together}
         for name, (alone, together) in best.items()
     ]
-
-
-def _is_enough(wall: list[float]) -> bool:
-    return len(wall) >= MAX_RUNS or (len(wall) >= MIN_RUNS and sum(wall) >= ENOUGH_S)
-
-
-def _best(
-    run: Callable[[], Any],
-    settle: Callable[[], None],
-    is_enough: Callable[[list[float]], bool] = _is_enough,
-) -> Seconds:
-    """Run until it is enough, which is asked once after every run."""
-    cpu: list[float] = []
-    wall: list[float] = []
-    while not wall or not is_enough(wall):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        run()
-        wall.append(time.perf_counter() - start)
-        settle()
-        cpu.append(time.process_time() - cpu_start)
-    return Seconds(min(cpu), min(wall))
 
 
 def _exhaust(results: Iterable[Any]) -> None:
