@@ -54,17 +54,24 @@ class Channel:
         self.shadow.advance(changes)
         self.append("delta", self.number, blobs)
 
-    def changes(self, number: int) -> list[Change]:
+    def merged(self, base: int) -> None:
+        """What leads from an earlier version to the one that stands."""
+        changes = self.changes(self.number, since=base)
+        blobs = list(encode_delta(self.schema, changes, blob_bytes=60))
+        self.append("merged", self.number, blobs, base=SPEC.version(base))
+
+    def changes(self, number: int, *, since: int | None = None) -> list[Change]:
+        old = self.shadow if since is None else Shadow(self.schema, self.weights(since))
         diffs = (
-            self.shadow.diff(place, bits, raw_above=0.5)
-            for place, bits in enumerate(self.weights(number))
+            old.diff(place, bits, raw_above=0.5) for place, bits in enumerate(self.weights(number))
         )
         return [change for change in diffs if change is not None]
 
-    def append(self, kind, number, blobs, *, reference=None, prints=None) -> None:
+    def append(self, kind, number, blobs, *, reference=None, prints=None, base=None) -> None:
         prints = self.shadow.fingerprints if prints is None else prints
         self.log.append(
             kind,
+            base=base,
             target=Version(number, root(self.schema, prints)),
             blobs=[self.log.put_blob(blob) for blob in blobs],
             schema=self.log.put_blob(self.schema.to_bytes()),

@@ -76,6 +76,8 @@ MANIFESTS = [
         anchor=None,
         schema=None,
     ),
+    delta(kind="merged", target=Version(2, HEX[::-1])),
+    delta(kind="merged", base=V1, target=Version(70, HEX)),
     delta(kind="anchor", base=None, anchor=7),
     delta(kind="anchor", base=None, anchor=7, reference=Reference("org/model", "abc")),
 ]
@@ -241,6 +243,38 @@ def test_a_schema_has_one_form() -> None:
     loose = json.dumps(json.loads(SCHEMA.to_bytes())).encode()
     with pytest.raises(FormatError, match="canonical"):
         parse_schema(loose)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base": None},
+        {"target": None, "schema": None},
+        {"target": V1},
+        {"base": Version(2, HEX)},
+        {"base": Version(3, HEX)},
+        {"blobs": ()},
+        {"anchor": None},
+        {"anchor": 7},
+        {"reference": Reference("org/model", "abc")},
+    ],
+    ids=str,
+)
+def test_a_merged_delta_leads_over_several_versions(changes: dict[str, Any]) -> None:
+    """One version, none or backwards is no merged delta, nor is one without a base or blobs."""
+    merged = delta(kind="merged", target=Version(2, HEX))
+    assert merged.content == parse_manifest(merged.to_bytes()).content == "delta"
+    with pytest.raises(FormatError, match="do not fit"):
+        parse_manifest(replace(merged, **changes).to_bytes())
+
+
+def test_what_the_blobs_of_each_kind_are() -> None:
+    """A fence has none; a merged delta's are a delta's."""
+    contents = {m.kind: m.content for m in MANIFESTS if m.kind != "fence" and not m.reference}
+    assert contents == {"delta": "delta", "merged": "delta", "anchor": "anchor"}
+    assert MANIFESTS[-1].content == "reference"
+    with pytest.raises(ValueError, match="fence"):
+        _ = MANIFESTS[1].content
 
 
 @given(st.binary(max_size=200))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import vllm_delta.subscriber as subscriber_module
 from tests.spec_channel import SPEC, Channel, anchor_blobs, assert_version, seqs
+from vllm_delta.codec import encode_delta
 from vllm_delta.errors import (
     ChainError,
 )
 from vllm_delta.format import (
+    BlobRef,
+    Manifest,
     Reference,
     Version,
 )
+from vllm_delta.plan import cheapest, within_reach
 from vllm_delta.publisher import Publisher, PublisherSettings
 from vllm_delta.subscriber import Subscriber
 from vllm_delta.testing import FaultyChannel, MemoryStore
@@ -119,6 +127,179 @@ def test_an_anchor_by_reference_counts_as_the_model_in_a_plan():
     subscriber = channel.subscriber()
     assert seqs(subscriber.plan(None)) == [4]
     assert [m.reference is None for m in subscriber.plan(None, number=0)] == [False]
+
+
+# Merged deltas
+
+
+def test_merged_deltas_are_taken_where_they_save_bytes():
+    channel = Channel()
+    for number in range(1, 9):
+        channel.delta()
+        if number in (4, 8):
+            channel.merged(number - 4)
+        if number == 8:
+            channel.merged(0)
+    subscriber = channel.subscriber()
+    single = [m for m in subscriber.history() if m.kind == "delta"]
+    by_seq = {m.seq: m for m in subscriber.history()}
+    for start in range(8):
+        path = subscriber.plan(SPEC.version(start))
+        assert path[-1].target == SPEC.version(8)
+        cost = sum(m.payload_bytes for m in path)
+        assert cost <= sum(m.payload_bytes for m in single[start:])
+        assert_linked(path, SPEC.version(start))
+    # seq: 1 fence, 2 anchor, 3 to 6 deltas, 7 merged, 8 to 11 deltas, 12 and 13 merged
+    costs = {seq: by_seq[seq].payload_bytes for seq in by_seq}
+    ways = ([13], [7, 12], [*range(3, 7), 12], [7, *range(8, 12)], [*range(3, 7), *range(8, 12)])
+    best = min(ways, key=lambda way: sum(costs[seq] for seq in way))
+    assert seqs(subscriber.plan(SPEC.version(0))) == best
+
+
+def assert_linked(path, start) -> None:
+    at = start
+    for manifest in path:
+        if manifest.kind != "anchor":
+            assert manifest.base == at
+        at = manifest.target
+
+
+def version(number: int) -> Version:
+    return Version(number, f"{number:064x}")
+
+
+def record(kind: str, base: int | None, target: int, n_bytes: int, seq: int) -> Manifest:
+    return Manifest(
+        channel="0" * 32,
+        seq=seq,
+        epoch=1,
+        parent="0" * 64,
+        kind=kind,
+        base=None if base is None else version(base),
+        target=version(target),
+        anchor=1,
+        low=1,
+        schema=None,
+        blobs=(BlobRef("0" * 64, n_bytes),),
+        reference=None,
+        writer="test",
+        time=0.0,
+    )
+
+
+@st.composite
+def logs(draw) -> list[Manifest]:
+    """A log of made-up sizes: an anchor, then deltas with what may stand after each."""
+    sizes = st.integers(1, 40)
+    log = [record("anchor", None, 0, draw(sizes), 1)]
+    for number in range(1, draw(st.integers(1, 12)) + 1):
+        log.append(record("delta", number - 1, number, draw(sizes), len(log) + 1))
+        bases = st.integers(0, number - 2) if number > 1 else st.nothing()
+        for base in draw(st.lists(bases, max_size=2)) if number > 1 else []:
+            log.append(record("merged", base, number, draw(sizes), len(log) + 1))
+        if draw(st.integers(0, 5)) == 0:
+            log.append(record("fence", number, number, 1, len(log) + 1))
+        if draw(st.integers(0, 3)) == 0:
+            log.append(record("anchor", None, number, draw(st.integers(1, 120)), len(log) + 1))
+    return log
+
+
+def brute_force(log: list[Manifest], goal: int, start: int | None) -> float:
+    """The fewest bytes to a version from another or from nothing, by trying again and again."""
+    least = {start: 0.0} if start is not None else {}
+    for _ in range(len(log)):
+        for m in log:
+            if m.kind == "anchor":
+                whole = least.get(m.target.number, math.inf), m.payload_bytes
+                least[m.target.number] = min(whole)
+            elif m.kind != "fence" and m.base.number in least:
+                cost = least[m.base.number] + m.payload_bytes
+                least[m.target.number] = min(cost, least.get(m.target.number, math.inf))
+    return least[goal]
+
+
+@given(logs(), st.data())
+@settings(max_examples=300)
+def test_no_way_is_cheaper_than_the_plan(log, data):
+    """Over deltas, merged deltas and anchors, from any version or none, to any version."""
+    newest = log[-1].target.number
+    goal = data.draw(st.integers(0, newest), "goal")
+    start = data.draw(st.none() | st.integers(0, max(goal - 1, 0)), "start")
+    if start == goal:
+        return
+    resident = None if start is None else version(start)
+    path = cheapest(reversed(log), version(goal), resident, None)
+    assert sum(m.payload_bytes for m in path) == brute_force(log, goal, start)
+    assert path[-1].target == version(goal)
+    assert path[0].kind == "anchor" or path[0].base == resident
+    assert all(m.kind in ("delta", "merged") for m in path[1:])
+    assert_linked(path, resident)
+
+
+@given(logs())
+@settings(max_examples=300)
+def test_a_log_is_read_back_as_far_as_deltas_can_be_the_cheaper_way(log):
+    reach = list(within_reach(reversed(log), 0))
+    assert reach == log[::-1][: len(reach)]
+    found = {m.target for m in reach} | {m.base for m in reach}
+    newest = log[-1].target
+    for number in range(newest.number):
+        path = cheapest(reversed(log), newest, version(number), None)
+        if path[0].kind != "anchor":
+            assert version(number) in found
+
+
+@given(logs())
+@settings(max_examples=200)
+def test_a_plan_reads_no_record_that_cannot_matter(log):
+    """A reader one version behind reads the newest delta and what stands after it."""
+    newest = log[-1].target.number
+    last = [m for m in log if m.target.number == newest and m.kind in ("delta", "merged")]
+    assume(last[0].payload_bytes == min(m.payload_bytes for m in last))
+    read = []
+    manifests = (read.append(m) or m for m in reversed(log))
+    cheapest(manifests, version(newest), version(newest - 1), None)
+    assert all(m.target.number == newest for m in read)
+
+
+def test_a_merged_delta_whose_base_was_never_a_version_changes_no_plan():
+    channel = Channel()
+    for _ in range(5):
+        channel.delta()
+    plans = [channel.subscriber().plan(SPEC.version(n)) for n in range(5)]
+    (blob, *_) = encode_delta(channel.schema, channel.changes(4))
+    channel.append("merged", 5, [blob], base=Version(2, "8" * 64))
+    assert [channel.subscriber().plan(SPEC.version(n)) for n in range(5)] == plans
+    store = Counting(channel.store)
+    subscriber = Subscriber(store)
+    subscriber.refresh()
+    assert subscriber.find("0" * 64) is None
+
+
+def test_a_merged_delta_leads_on_from_a_version_whose_own_records_are_no_longer_kept():
+    channel = Channel()
+    for _ in range(4):
+        channel.delta()
+    channel.merged(1)
+    blobs = [channel.log.put_blob(blob) for blob in anchor_blobs(channel)]
+    seq = channel.log.position.seq
+    channel.log.append("anchor", target=SPEC.version(4), blobs=blobs, low=seq)
+    subscriber = channel.subscriber()
+    assert subscriber.find(SPEC.version(1).root) == SPEC.version(1)
+    assert subscriber.find(SPEC.version(2).root) is None
+    assert seqs(subscriber.plan(SPEC.version(1))) == [seq]
+    assert seqs(subscriber.plan(SPEC.version(2))) == [seq + 1]
+
+
+def test_records_that_proved_no_good_can_be_left_out():
+    channel = Channel()
+    for _ in range(4):
+        channel.delta()
+    channel.merged(0)
+    subscriber = channel.subscriber()
+    seq = subscriber.newest_manifest.seq
+    assert seqs(subscriber.plan(SPEC.version(0))) == [seq]
+    assert seqs(subscriber.plan(SPEC.version(0), without={seq})) == [3, 4, 5, 6]
 
 
 # Looking back

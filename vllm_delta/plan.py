@@ -31,15 +31,16 @@ def cheapest(
     least = math.inf
     refused: Manifest | None = None
     for manifest in _leading_to(goal, manifests):
+        start: list[Manifest] = []
         if manifest.kind == "anchor":
-            whole = manifest.payload_bytes if manifest.reference is None else reference_bytes
-            if whole is None:
-                refused = manifest
-            elif ways.here + whole < least:
-                best, least = [manifest, *ways.onward(ways.at)], ways.here + whole
+            start, cost = [manifest], ways.here + _whole(manifest, reference_bytes)
+            refused = manifest if cost == math.inf else refused
         else:
             ways.take(manifest)
-        if ways.at == resident or ways.floor >= least:
+            cost = ways.here if ways.at == resident else math.inf
+        if cost < least:
+            best, least = [*start, *ways.onward(ways.at)], cost
+        if ways.floor >= least:
             break
     if resident is not None and ways.cost(resident) < least:
         return ways.onward(resident)
@@ -65,12 +66,18 @@ def within_reach(manifests: Iterable[Manifest], reference_bytes: int) -> Iterato
         if manifest.target != ways.at:
             ways.begin_anew(manifest.target)
         if manifest.kind == "anchor":
-            whole = manifest.payload_bytes if manifest.reference is None else reference_bytes
-            least = min(least, ways.here + whole)
+            least = min(least, ways.here + _whole(manifest, reference_bytes))
         elif manifest.kind != "fence":
             ways.take(manifest)
         if ways.floor >= least:
             return
+
+
+def _whole(manifest: Manifest, reference_bytes: int | None) -> float:
+    """What an anchor counts; infinite where it is no way."""
+    if manifest.reference is None:
+        return manifest.payload_bytes
+    return math.inf if reference_bytes is None else reference_bytes
 
 
 class _Ways:

@@ -8,6 +8,7 @@ from tests.channel.toy import (
     START,
     append_anchor,
     append_delta,
+    append_merged,
     begin,
     fetched,
     moved,
@@ -18,6 +19,7 @@ from tests.channel.toy import (
 from vllm_delta.channel import Log, Record, verify_link
 from vllm_delta.errors import (
     ChainError,
+    FormatError,
 )
 from vllm_delta.format import (
     HEAD_KEY,
@@ -160,6 +162,45 @@ def test_an_anchor_may_not_move_the_version(target: Version) -> None:
     plant(store, 4, target=target)
     with pytest.raises(ChainError, match="'target'"):
         list(Log(store).read_chain(1, 4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target": Version(3, "9" * 64)},
+        {"target": Version(4, "9" * 64)},
+        {"target": Version(2, "9" * 64)},
+        {"anchor": 6},
+        {"epoch": 2},
+    ],
+    ids=str,
+)
+def test_a_merged_delta_may_not_move_the_version_or_anything_else(changes: dict[str, Any]) -> None:
+    store = MemoryStore()
+    log = Log(store)
+    weights = begin(log, 3)
+    base = log.read(2).manifest.target
+    append_merged(log, base, START, weights)
+    records = list(log.read_chain(1, 6))
+    assert records[-1].manifest.target == records[-2].manifest.target
+    assert replay(log, records) == weights
+    append_delta(log, weights, 0, 1)
+    assert [record.seq for record in log.read_chain(1, 7)] == [*range(1, 8)]
+    plant(store, 6, **changes)
+    with pytest.raises((ChainError, FormatError)):
+        list(Log(store).read_chain(1, 6))
+
+
+@pytest.mark.parametrize("base", [Version(3, "9" * 64), Version(2, "9" * 64), None])
+def test_a_merged_delta_over_less_than_two_versions_is_not_written(base: Version | None) -> None:
+    store = MemoryStore()
+    log = Log(store)
+    weights = begin(log, 3)
+    before = store.list("m/")
+    with pytest.raises(ValueError, match="do not fit"):
+        append_merged(log, base, START, weights)
+    assert store.list("m/") == before
+    append_merged(log, Version(1, "9" * 64), START, weights)
 
 
 @pytest.mark.parametrize(

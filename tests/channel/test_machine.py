@@ -14,7 +14,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.channel.toy import START, Weights, append_anchor, append_delta, moved, replay, root_of
+from tests.channel.toy import (
+    START,
+    Weights,
+    append_anchor,
+    append_delta,
+    append_merged,
+    moved,
+    replay,
+    root_of,
+)
 from vllm_delta.channel import Log, Record, verify_link
 from vllm_delta.channel.chain import parse_record
 from vllm_delta.channel.log import COMMIT_ATTEMPTS
@@ -167,6 +176,21 @@ class Channel(RuleBasedStateMachine):
                 return
             append_anchor(trainer.log, self.stands_at(trainer))
             self.acknowledge(trainer)
+
+    @rule(number=TRAINERS, faults=FAULTS, back=st.integers(2, 4))
+    def merge(self, number: int, faults: list[Any], back: int) -> None:
+        with self.suffering(number, faults) as trainer:
+            position = trainer.log.position
+            if position is None or trainer.log.in_doubt is not None:
+                return
+            target = position.manifest.target
+            for record in self.log[: position.seq]:
+                base = record.manifest.target
+                if base is not None and target is not None and base.number == target.number - back:
+                    old = self.truth[base.root]
+                    append_merged(trainer.log, base, old, self.stands_at(trainer))
+                    self.acknowledge(trainer)
+                    return
 
     @rule()
     def deliver_what_is_late(self) -> None:

@@ -63,8 +63,30 @@ def append_delta(log: Log, weights: Weights, place: int, step: int) -> Record:
     )
 
 
+def append_merged(log: Log, base: Version, old: Weights, weights: Weights) -> Record:
+    """Publish what led from `old`, an earlier version, to `weights`, at which the log stands."""
+    position = log.position
+    assert position is not None
+    assert position.manifest.target is not None
+    steps = [new - before for new, before in zip(weights, old, strict=True)]
+    return log.append(
+        "merged",
+        base=base,
+        target=position.manifest.target,
+        blobs=[log.put_blob(json.dumps({"steps": steps}).encode())],
+    )
+
+
+def merged(weights: Weights, change: Any, sign: int = 1) -> Weights:
+    """Weights moved by a merged delta, or back."""
+    return tuple(w + sign * step for w, step in zip(weights, change["steps"], strict=True))
+
+
 def replay(log: Log, records: Iterable[Record], weights: Weights | None = None) -> Weights | None:
-    """Apply records to `weights`; every version must have the root its manifest names."""
+    """Apply records to `weights`; every version must have the root its manifest names.
+
+    Merged deltas lead to where the weights are already: they are taken back.
+    """
     for record in records:
         manifest = record.manifest
         if manifest.kind == "fence":
@@ -72,6 +94,10 @@ def replay(log: Log, records: Iterable[Record], weights: Weights | None = None) 
         change = json.loads(log.get_blob(manifest.blobs[0]))
         if manifest.kind == "anchor":
             weights = tuple(change)
+        elif manifest.kind == "merged":
+            assert weights is not None, "a merged delta before an anchor"
+            assert manifest.base is not None
+            assert root_of(merged(weights, change, -1)) == manifest.base.root
         else:
             assert weights is not None, "a delta without a base"
             weights = moved(weights, change["place"], change["step"])
