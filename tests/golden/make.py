@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import numpy as np
@@ -154,6 +155,7 @@ def anchor() -> list[Change]:
     ]
 
 
+@functools.cache
 def golden() -> dict[str, bytes]:
     """File name → bytes of each golden file."""
     (delta,) = codec.encode_delta(SCHEMA, changes())

@@ -195,6 +195,10 @@ class ByteReader:
     def at_end(self) -> bool:
         return self.at == len(self._data)
 
+    @property
+    def left(self) -> int:
+        return len(self._data) - self.at
+
     def byte(self) -> int:
         if self.at >= len(self._data):
             raise FormatError(f"{self._what}: bytes end too early")

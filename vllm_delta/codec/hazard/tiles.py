@@ -62,15 +62,21 @@ class Tiling:
             cut: whether into bands; else it is one tile.
         """
         spec = self.schema.tensors[tensor]
+        if not self.n_tiles(tensor, cut=cut):
+            return ()
+        return _cut(spec.shape, self.shards) if cut else (Tile(0, 0, spec.n_rows, spec.n_cols),)
+
+    def n_tiles(self, tensor: int, *, cut: bool) -> int:
+        """How many tiles those are: known before there is memory for them."""
+        spec = self.schema.tensors[tensor]
         if not spec.stepped or spec.numel == 0:
-            return ()
-        if cut:
-            if self.shards == 1 or len(spec.shape) < 2:
-                return ()
-            return _cut(spec.shape, self.shards)
-        if self.shards > 1 and tensor not in self._whole:
-            return ()
-        return (Tile(0, 0, spec.n_rows, spec.n_cols),)
+            return 0
+        if not cut:
+            return int(self.shards == 1 or tensor in self._whole)
+        if self.shards == 1 or len(spec.shape) < 2:
+            return 0
+        *outer, n_rows, n_cols = spec.shape
+        return math.prod(outer) * len(bands(n_rows, self.shards)) * len(bands(n_cols, self.shards))
 
     @cached_property
     def _whole(self) -> frozenset[int]:
