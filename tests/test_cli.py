@@ -15,7 +15,7 @@ from vllm_delta import cli
 from vllm_delta.channel import LocalStore, Log
 from vllm_delta.errors import DeltaError
 from vllm_delta.format import Reference, blob_key, manifest_key
-from vllm_delta.publisher import Publisher
+from vllm_delta.publisher import Publisher, PublisherSettings
 
 BF16 = torch.bfloat16
 
@@ -222,6 +222,42 @@ def test_nothing_that_a_channel_says_steers_a_terminal(run, capsys):
     assert done.returncode == 0, done.stderr
     assert r"\x1b]0;title\x07\nred\u202e" in done.stdout
     assert r"\xe9" in done.stdout
+
+
+def test_ls_and_show_tell_merged_deltas_and_codecs(tmp_path, capsys):
+    channel, tensors = tmp_path / "channel", {"w": torch.randn(600_000).to(BF16)}
+    settings = PublisherSettings(codec="hazard", strides=(2,))
+    small = tensors["w"].abs().argsort()[:150_000]
+    with Publisher(channel, tensors, settings=settings) as publisher:
+        for _ in range(2):
+            some = small[torch.randperm(150_000)[:120_000]]
+            tensors["w"].view(torch.int16)[some] += torch.randint(1, 200, (120_000,)).short()
+            publisher.publish()
+    status, result, _ = told(capsys, "ls", channel)
+    assert [(row["kind"], row["number"]) for row in result["versions"]] == [
+        ("anchor", 0),
+        ("delta", 1),
+        ("delta", 2),
+        ("merged", 2),
+    ]
+    assert result["versions"][-1]["base"]["number"] == 0
+    assert cli.main(["ls", str(channel)]) == 0
+    assert "merged (on 0)" in capsys.readouterr().out
+    status, result, _ = told(capsys, "show", channel)
+    (row,) = result["tensors"]
+    assert (status, result["kind"], row["codec"]) == (0, "delta", "hazard")
+    assert row["n_changed"] == 120_000
+    status, result, _ = told(capsys, "verify", channel)
+    assert (status, result["n_versions"], result["n_unproven"]) == (0, 3, 1)
+    assert cli.main(["verify", str(channel)]) == 0
+    assert "1 merged delta fetched" in capsys.readouterr().out
+    status, result, _ = told(capsys, "verify", channel, 2)
+    assert (status, result["proven"], result["n_unproven"]) == (0, True, 0)
+    assert [row["kind"] for row in result["versions"]] == ["anchor", "merged"]
+    status, result, _ = told(capsys, "apply", channel, tmp_path / "out")
+    assert status == 0
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(as_bytes(made["w"]), as_bytes(tensors["w"]))
 
 
 # Proving

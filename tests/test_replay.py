@@ -22,6 +22,7 @@ from vllm_delta.format import (
     Version,
     digest,
 )
+from vllm_delta.replay import replay
 from vllm_delta.shadow import Shadow
 from vllm_delta.subscriber import Subscriber
 
@@ -127,6 +128,85 @@ def test_a_publisher_that_lies_is_found_out(lie, kind, message):
     subscriber = channel.subscriber()
     with pytest.raises(kind, match=message):
         subscriber.materialise()
+
+
+# Merged deltas, read record by record
+
+
+def merged_lie(channel: Channel, change) -> None:
+    """A merged delta of which one change is `change`d, or left out."""
+    for _ in range(4):
+        channel.delta()
+    changes = channel.changes(4, since=1)
+    place = next(i for i, c in enumerate(changes) if c.indices is not None)
+    wrong = change(changes[place])
+    kept = [*changes[:place], *([wrong] if wrong else []), *changes[place + 1 :]]
+    blobs = encode_delta(channel.schema, kept)
+    channel.append("merged", 4, blobs, base=SPEC.version(1))
+
+
+MERGED_LIES = {
+    "another step": lambda c: replace(c, steps=np.where(c.steps == -1, 1, -c.steps)),
+    "touched": lambda c: replace(c, touched=c.touched ^ 1),
+    "target": lambda c: replace(c, target=c.target ^ 1),
+    "a change less": lambda c: (
+        replace(c, indices=c.indices[1:], steps=c.steps[1:]) if c.nnz > 1 else None
+    ),
+    "a tensor less": lambda c: None,
+}
+
+
+@pytest.mark.parametrize("lie", MERGED_LIES)
+def test_a_merged_delta_that_lies_is_found_out_on_the_way(lie):
+    channel = Channel()
+    merged_lie(channel, MERGED_LIES[lie])
+    subscriber = channel.subscriber()
+    with pytest.raises(FormatError, match="does not lead here"):
+        for _ in replay(subscriber.schema, subscriber.history(), subscriber.changes):
+            pass
+
+
+def test_a_merged_delta_that_names_a_base_that_it_is_not_made_for_is_found_out():
+    """Its fingerprints are right for the version that it was made from."""
+    channel = Channel()
+    for _ in range(4):
+        channel.delta()
+    blobs = encode_delta(channel.schema, channel.changes(4, since=1))
+    channel.append("merged", 4, blobs, base=SPEC.version(2))
+    subscriber = channel.subscriber()
+    with pytest.raises(FormatError, match="does not lead here"):
+        for _ in replay(subscriber.schema, subscriber.history(), subscriber.changes):
+            pass
+
+
+def test_a_true_merged_delta_is_proven_on_the_way():
+    channel = Channel()
+    for _ in range(5):
+        channel.delta()
+        if channel.number > 2:
+            channel.merged(channel.number - 2)
+    channel.merged(0)
+    subscriber = channel.subscriber()
+    steps = replay(subscriber.schema, subscriber.history(), subscriber.changes)
+    proven = [(m.kind, replica.proven) for m, replica in steps]
+    assert proven.count(("merged", True)) == 4
+    assert len(proven) == 10
+
+
+def test_after_an_anchor_by_reference_a_merged_delta_is_proven_as_far_as_fingerprints_go():
+    channel = Channel(reference=Reference("someone/model"))
+    for _ in range(3):
+        channel.delta()
+    channel.merged(0)
+    subscriber = channel.subscriber()
+    steps = replay(subscriber.schema, subscriber.history(), subscriber.changes)
+    assert [(m.kind, replica.proven) for m, replica in steps][-1] == ("merged", False)
+    channel = Channel(reference=Reference("someone/model"))
+    merged_lie(channel, MERGED_LIES["target"])
+    subscriber = channel.subscriber()
+    with pytest.raises(FormatError, match="does not lead here"):
+        for _ in replay(subscriber.schema, subscriber.history(), subscriber.changes):
+            pass
 
 
 # Anchors by reference

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.spec_channel import SPEC, Channel, assert_version, forge, seqs
 from vllm_delta.channel import Log, LogReader
 from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES
+from vllm_delta.codec import encode_delta
 from vllm_delta.errors import (
     ChainError,
     ChannelError,
@@ -248,6 +251,66 @@ def test_every_version_is_rebuilt_bit_for_bit():
     subscriber = channel.subscriber()
     for number in range(6):
         assert_version(subscriber.materialise(number), number)
+
+
+def test_merged_deltas_lead_to_the_same_bits():
+    """The whole way by merged deltas where they are shorter, and from their base on."""
+    channel = Channel()
+    for number in range(1, 10):
+        channel.delta()
+        if number % 3 == 0:
+            channel.merged(number - 3)
+    channel.merged(0)
+    subscriber = channel.subscriber()
+    kinds = {m.kind for n in range(10) for m in subscriber.plan(number=n)}
+    assert "merged" in kinds
+    for number in range(10):
+        assert_version(subscriber.materialise(number), number)
+
+
+@pytest.mark.parametrize("how", ["missing", "flipped"])
+def test_a_version_is_not_lost_by_a_bad_merged_delta(how):
+    """Those that it stands for are taken instead."""
+    channel = Channel()
+    for _ in range(4):
+        channel.delta()
+    channel.merged(0)
+    subscriber = channel.subscriber()
+    (merged,) = subscriber.plan(SPEC.version(0))
+    assert merged.kind == "merged"
+    ref = merged.blobs[0]
+    bad = damage(channel.store.get(blob_key(ref.sha256), max_bytes=1 << 20), how)
+    channel.store.delete([blob_key(ref.sha256)])
+    if bad is not None:
+        channel.store.put(blob_key(ref.sha256), bad)
+    with pytest.raises(DigestError):
+        list(subscriber.changes(merged))
+    assert_version(subscriber.materialise(), 4)
+
+
+def test_a_version_is_not_lost_by_a_merged_delta_that_lies():
+    channel = Channel()
+    for _ in range(4):
+        channel.delta()
+    wrong = [replace(c, touched=c.touched ^ 1) for c in channel.changes(4, since=0)]
+    channel.append("merged", 4, encode_delta(channel.schema, wrong), base=SPEC.version(0))
+    subscriber = channel.subscriber()
+    assert [m.kind for m in subscriber.plan()] == ["anchor", "merged"]
+    assert_version(subscriber.materialise(), 4)
+
+
+def test_the_time_after_a_version_is_that_of_the_next_whatever_merged_deltas_there_are():
+    now = [0.0]
+    channel = Channel()
+    channel.log._clock = lambda: now[0]
+    for number in range(1, 6):
+        now[0] = 10.0 * number
+        channel.delta()
+    now[0] = 100.0
+    channel.merged(1)
+    subscriber = channel.subscriber()
+    assert subscriber.plan(SPEC.version(1))[0].kind == "merged"
+    assert [subscriber.time_after(SPEC.version(n)) for n in range(6)] == [10, 20, 30, 40, 50, None]
 
 
 def test_fetching_is_told_to_hooks():
