@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_delta_kernels import fingerprint, patch
-from vllm_delta_kernels.bits import INTEGERS
+from vllm_delta_kernels import decode, fingerprint, patch
+from vllm_delta_kernels.bits import INTEGERS, UNSIGNED
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -41,19 +41,29 @@ ARGUMENTS = {
     "gate_ptr": "*i32",
     "n_bad_ptr": "*i32",
     "sign": "i32",
+    "words_ptr": "*i32",
+    "nodes_ptr": "*i32",
+    "node_of_ptr": "*i32",
+    "rates_ptr": "*i32",
+    "scales_ptr": "*i32",
+    "magnitudes_ptr": "*i32",
+    "positions_ptr": "*i32",
+    "status_ptr": "*i32",
 }
 
 
 class Variant(NamedTuple):
-    """A kernel with the constants it is compiled for."""
+    """A kernel with the constants it is compiled for, and arguments whose type goes with them."""
 
     name: str
     kernel: Any
     options: dict[str, Any]
+    arguments: Mapping[str, str] = {}
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that a patch of bf16, fp16, fp32 or fp8 weights, or a scan, can ask for."""
+    """Every variant that a patch of bf16, fp16, fp32 or fp8 weights, a scan, or lanes of such
+    weights can ask for."""
     for width, steps in ((1, (1,)), (2, (1, 2)), (4, (1, 4))):
         for offset_bytes in (4, 8):
             for step_bytes in steps:
@@ -66,14 +76,19 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"scan_weights.w{width}", fingerprint._scan_weights_kernel, options)
         yield Variant(f"check_bits.w{width}", fingerprint._check_bits_kernel, options)
         yield Variant(f"swap_bits.w{width}", fingerprint._swap_bits_kernel, options)
+    for width in UNSIGNED:
+        options = decode._options(width)
+        pointer = {"steps_ptr": f"*i{8 * width}"}
+        yield Variant(f"decode_lanes.w{width}", decode._decode_lanes_kernel, options, pointer)
 
 
 def compile_for(variant: Variant, target: GPUTarget) -> Any:
     names = list(variant.kernel.arg_names)
     constants = {n: v for n, v in variant.options.items() if n in names}
+    arguments = {**ARGUMENTS, **variant.arguments}
     source = ASTSource(
         variant.kernel,
-        signature={n: ARGUMENTS.get(n, "constexpr") for n in names},
+        signature={n: arguments.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): value for n, value in constants.items()},
         # What the launcher finds of every tensor that torch allocates.
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")},

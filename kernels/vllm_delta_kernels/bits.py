@@ -8,6 +8,8 @@ import triton.language as tl
 INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Bytes per element to the type that kernels load and store it as. Never a float type: a compare
 would make -0 equal to +0 and no NaN equal to itself."""
+UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
+"""The same where a kernel reads patterns as numbers."""
 
 
 @triton.jit
@@ -27,6 +29,13 @@ def _mix(bits):
     """g: an injective, non-linear mix of an element's raw bits. uint64 to uint64."""
     x = (bits + 1) * 0x9FB21C651E98DF25
     return x ^ (x >> 32)
+
+
+@triton.jit
+def _mix_in(hash_, value):
+    """A hash of 64 bits after one more value. uint64 both."""
+    hash_ = (hash_ ^ value) * 0x9FB21C651E98DF25
+    return hash_ ^ (hash_ >> 32)
 
 
 @triton.jit

@@ -12,7 +12,12 @@ import os
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNEL_TESTS = ["test_backend.py", "test_changes.py", "test_rectangles.py"]
+KERNEL_TESTS = [
+    "test_backend.py",
+    "test_changes.py",
+    "test_decode.py",
+    "test_rectangles.py",
+]
 
 collect_ignore = (
     ["test_own_process.py"]

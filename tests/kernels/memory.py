@@ -16,10 +16,11 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Guarded:
     """A contiguous tensor between two guards; fresh memory is poison, not zero."""
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: torch.Tensor, sentinel: int = SENTINEL) -> None:
         n_bytes = values.numel() * values.element_size()
+        self._sentinel = sentinel
         self._whole = torch.full(
-            (n_bytes + 2 * GUARD_BYTES,), SENTINEL, dtype=torch.uint8, device=DEVICE
+            (n_bytes + 2 * GUARD_BYTES,), sentinel, dtype=torch.uint8, device=DEVICE
         )
         inside = self._whole[GUARD_BYTES : GUARD_BYTES + n_bytes]
         self.tensor = inside.view(values.dtype).view(values.shape)
@@ -33,7 +34,7 @@ class Guarded:
     @property
     def guards_hold(self) -> bool:
         edges = torch.cat([self._whole[:GUARD_BYTES], self._whole[-GUARD_BYTES:]])
-        return bool((edges == SENTINEL).all())
+        return bool((edges == self._sentinel).all())
 
     @property
     def untouched(self) -> bool:
