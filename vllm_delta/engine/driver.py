@@ -16,6 +16,8 @@ from vllm_delta.layout import RankLayout
 
 _FIRST_WAIT_S = 0.002
 _LONGEST_WAIT_S = 0.1
+_SUPPLIED_ELEMENTS = 1 << 24
+"""Elements that ranks pass on in one call, unless one unit has more."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,45 @@ class Driver:
         """Starts fetching and decoding on every rank; returns at once."""
         ask_ranks(self._port, "delta_stage", [manifest.to_bytes() for manifest in manifests])
 
-    def wait_staged(self, manifest: Manifest) -> None:
-        """Waits until every rank has staged the version; raises the first rank's error."""
+    def wait_staged(self, manifest: Manifest) -> bool:
+        """Waits until every rank has staged the version; raises the first rank's error.
+
+        What ranks lack of lanes that they hold in parts is passed on between them.
+
+        Returns:
+            Whether it is staged; else its base has to become resident first.
+        """
         wait_s = _FIRST_WAIT_S
-        while not all(a["ready"] for a in ask_ranks(self._port, "delta_ready", manifest.seq)):
-            self._sleep(wait_s)
-            wait_s = min(1.5 * wait_s, _LONGEST_WAIT_S)
+        supplied: set[tuple[int, ...]] = set()
+        while True:
+            answers = ask_ranks(self._port, "delta_ready", manifest.seq)
+            if all(answer["ready"] for answer in answers):
+                return True
+            if any(answer.get("waits") for answer in answers):
+                return False
+            lacking = {tuple(unit): None for a in answers for unit in a.get("lacks", ())}
+            if lacking:
+                if not supplied.isdisjoint(lacking):
+                    raise EngineError("a rank lacks bits that it was given", seq=manifest.seq)
+                supplied.update(self._supply(list(lacking)))
+            else:
+                self._sleep(wait_s)
+                wait_s = min(1.5 * wait_s, _LONGEST_WAIT_S)
+
+    def _supply(self, units: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+        """Passes bits of units between the ranks, as many as go in one call; which they were."""
+        size = 0
+        some: list[tuple[int, ...]] = []
+        for unit in units:
+            size += unit[-1]
+            if some and size > _SUPPLIED_ELEMENTS:
+                break
+            some.append(unit)
+        version, sent = pack(self.resident), [list(unit) for unit in some]
+        answers = ask_ranks(self._port, "delta_read", version, sent)
+        pieces = [piece for answer in answers for piece in answer["pieces"]]
+        ask_ranks(self._port, "delta_halo", version, sent, pieces)
+        return some
 
     def check(self, manifest: Manifest) -> list[int]:
         """Lets every rank check the staged delta, and judges it; nothing is written or paused.
@@ -176,7 +211,8 @@ class Driver:
     def commit(self, manifests: Sequence[Manifest]) -> Committed:
         """Stages, checks and commits versions under one pause.
 
-        What fails to stage, and all after it, is left out; a first version that fails raises.
+        What fails to stage, and all after it, is left out; a first version that fails raises. So is
+        what can be decoded only once a version before it is resident.
         """
         started = time.perf_counter()
         self.stage(manifests)
@@ -209,12 +245,18 @@ class Driver:
         ready: list[Manifest] = []
         for manifest in manifests:
             try:
-                self.wait_staged(manifest)
+                is_staged = self.wait_staged(manifest)
             except DeltaError as error:
                 if not ready:
                     raise
                 return ready, error
+            if not is_staged:
+                break
             ready.append(manifest)
+        if not ready:
+            raise BaseMismatchError(
+                "the delta's base is not resident", version=str(manifests[0].base)
+            )
         return ready, None
 
     def _observe(self, done: Committed) -> None:

@@ -93,17 +93,31 @@ class Pilot:
 
     def _commit(self, batch: Sequence[Manifest]) -> None:
         """Commits a batch; what does not fit is answered by a scan and perhaps by an anchor."""
-        if (problem := self._try(batch)) is not None:
+        if (problem := self._try(batch, spaced=True)) is not None:
             self._recover(*problem)
 
-    def _try(self, batch: Sequence[Manifest]) -> tuple[DeltaError, Manifest] | None:
-        """Commits a batch as far as it goes; what went wrong, and with which of it."""
-        try:
-            done = self._driver.commit(batch)
-        except DeltaError as error:
-            return error, batch[0]
-        self._note(done)
-        return None if done.failure is None else (done.failure, batch[len(done.versions)])
+    def _try(
+        self, batch: Sequence[Manifest], *, spaced: bool = False
+    ) -> tuple[DeltaError, Manifest] | None:
+        """Commits a batch as far as it goes; what went wrong, and with which of it.
+
+        It takes more than one commit where a version can only be decoded once another is resident.
+
+        Args:
+            spaced: whether the others wait until they may be made.
+        """
+        while batch:
+            try:
+                done = self._driver.commit(batch)
+            except DeltaError as error:
+                return error, batch[0]
+            self._note(done)
+            batch = batch[len(done.versions) :]
+            if done.failure is not None:
+                return done.failure, batch[0]
+            if spaced and self._spacing.wait_s > 0:
+                break
+        return None
 
     def _recover(self, error: DeltaError, failed: Manifest) -> None:
         if self._driver.fenced or error.action not in ("refetch", "reseed"):
@@ -112,7 +126,9 @@ class Pilot:
             if failed.kind != "merged":
                 self._report(error)
             self.find_damage()
-        if not self._shun(error, failed) and not self._reseed(failed):
+        if self._shun(error, failed):
+            self.advance()
+        elif not self._reseed(failed):
             raise error
 
     def _shun(self, error: DeltaError, failed: Manifest) -> bool:
@@ -156,12 +172,14 @@ class Pilot:
         target = chain[-1].target
         if resident is not None and (target is None or target.number < resident.number):
             return False
-        done = self._driver.commit(chain)
-        if done.versions:
-            self.damaged = False
-        self._note(done)
-        if done.failure is not None:
-            raise done.failure
+        while chain:
+            done = self._driver.commit(chain)
+            if done.versions:
+                self.damaged = False
+            self._note(done)
+            if done.failure is not None:
+                raise done.failure
+            chain = chain[len(done.versions) :]
         return True
 
     def _anchored(self) -> list[Manifest]:

@@ -17,8 +17,8 @@ from vllm_delta.engine import cpu, trace
 from vllm_delta.engine.calls import Answer, unpack
 from vllm_delta.engine.rank import Rank
 from vllm_delta.errors import DeltaError, EngineError
-from vllm_delta.format import parse_manifest, parse_schema
-from vllm_delta.patch import Patcher
+from vllm_delta.format import Version, parse_manifest, parse_schema
+from vllm_delta.patch import Patcher, Run
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -46,6 +46,12 @@ def _answers(method: Callable[..., Answer]) -> Callable[..., Answer]:
         return {**head, "error": problem.to_dict(), "untouched": untouched}
 
     return answered
+
+
+def _version(value: Sequence[Any]) -> Version:
+    version = unpack(value)
+    assert version is not None
+    return version
 
 
 class WorkerExtension:
@@ -93,6 +99,25 @@ class WorkerExtension:
         return self._delta_rank().ready(seq)
 
     @_answers
+    def delta_read(
+        self, call: str, version: Sequence[Any], units: Sequence[Sequence[int]]
+    ) -> Answer:
+        """`Rank.read`."""
+        return self._delta_rank().read(_version(version), [Run.from_list(unit) for unit in units])
+
+    @_answers
+    def delta_halo(
+        self,
+        call: str,
+        version: Sequence[Any],
+        units: Sequence[Sequence[int]],
+        pieces: Sequence[Sequence[Any]],
+    ) -> Answer:
+        """`Rank.supply`."""
+        runs = [Run.from_list(unit) for unit in units]
+        return self._delta_rank().supply(_version(version), runs, pieces)
+
+    @_answers
     def delta_check(self, call: str, seq: int) -> Answer:
         """`Rank.check`."""
         return self._delta_rank().check(seq)
@@ -110,16 +135,12 @@ class WorkerExtension:
     @_answers
     def delta_rollback(self, call: str, expected: Sequence[Any]) -> Answer:
         """`Rank.rollback`."""
-        version = unpack(expected)
-        assert version is not None
-        return self._delta_rank().rollback(version)
+        return self._delta_rank().rollback(_version(expected))
 
     @_answers
     def delta_redo(self, call: str, version: Sequence[Any]) -> Answer:
         """`Rank.redo`."""
-        back = unpack(version)
-        assert back is not None
-        return self._delta_rank().redo(back)
+        return self._delta_rank().redo(_version(version))
 
     @_answers
     def delta_anchor(self, call: str, seq: int) -> Answer:

@@ -52,6 +52,8 @@ class CpuBackend:
             bits = np.empty(0, UNSIGNED[itemsize])
             loops.walk_jobs(walks, jobs, bits, loops.SCAN, _no_sums(0))
             if itemsize <= 4:
+                nothing = np.empty((0, 9), np.int64)
+                loops.gather_grids(nothing, np.empty(0, np.int64), bits)
                 for step in {SIGNED[1], SIGNED[itemsize]}:
                     self.run_pieces((np.uint32, step, UNSIGNED[itemsize]), _no_pieces(), 1, False)
 
@@ -62,6 +64,10 @@ class CpuBackend:
             sums = self.run_walks(itemsize, table, jobs, loops.SCAN)
             found |= {index: old for index, (old, _) in _totals([(owners, sums)]).items()}
         return found
+
+    def gather(self, grids: Table, tensors: Sequence[torch.Tensor], out: Any) -> None:
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        loops.gather_grids(grids, np.array(addresses, np.int64), out)
 
     def builder(self) -> CpuPlan:
         return CpuPlan(self)

@@ -73,6 +73,20 @@ class GpuBackend:
         found = sums[:, 0].cpu().tolist()
         return {walk.index: old & MASK64 for walk, old in zip(walks, found, strict=True)}
 
+    def gather(
+        self, grids: npt.NDArray[np.int64], tensors: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        with self.on_device():
+            for grid, tensor in zip(grids.tolist(), tensors, strict=True):
+                _, offset, row_stride, col_stride, n_rows, n_cols, at, pitch, step = grid
+                whole = torch.empty(0, dtype=out.dtype, device=tensor.device)
+                whole.set_(tensor.untyped_storage())
+                source = whole.as_strided((n_rows, n_cols), (row_stride, col_stride), offset)
+                base = out.storage_offset() + at
+                out.as_strided((n_rows, n_cols), (pitch, step), base).copy_(source)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+
     def builder(self) -> GpuPlan:
         return GpuPlan(self)
 

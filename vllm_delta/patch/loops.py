@@ -11,6 +11,8 @@ import numpy as np
 
 from vllm_delta.fingerprint import mix, odd_key
 from vllm_delta.patch.memory import pointer, prefetch_read, prefetch_write
+from vllm_delta.patch.places import AT, COL_STRIDE, N_ROWS, OFFSET, PITCH, ROW_STRIDE, STEP
+from vllm_delta.patch.places import N_COLS as N_GRID_COLS
 
 # Columns of a table of pieces: runs of changes that one rectangle holds.
 STORAGE, N_ELEMENTS, OFFSETS, STEPS, COEFFICIENTS, N_CHANGES = range(6)
@@ -177,3 +179,28 @@ def _row(weights, offset, target, buffer, at, keys, col, source, n, mode):  # ty
         if mode == SWAP:
             weights[place], buffer[at + i] = buffer[at + i], weights[place]
     return here, there
+
+
+@numba.njit(cache=True, nogil=True)
+def gather_grids(grids, addresses, out):  # type: ignore[no-untyped-def]
+    """Copies grids of elements out of storages.
+
+    Args:
+        grids: int64[n, 9], as `Places.crossings` gives them.
+        addresses: int64[n], of each grid's storage.
+        out: unsigned[m] of the weights' width; elements of no grid stay as they are.
+    """
+    for g in range(grids.shape[0]):
+        n_rows, n_cols = grids[g, N_ROWS], grids[g, N_GRID_COLS]
+        row_stride, col_stride = grids[g, ROW_STRIDE], grids[g, COL_STRIDE]
+        pitch, step = grids[g, PITCH], grids[g, STEP]
+        offset, at = grids[g, OFFSET], grids[g, AT]
+        n = offset + (n_rows - 1) * row_stride + (n_cols - 1) * col_stride + 1
+        weights = numba.carray(pointer(np.uintp(addresses[g])), (n,), out.dtype)
+        for i in range(n_rows):
+            first, there = offset + i * row_stride, at + i * pitch
+            if col_stride == 1 and step == 1:
+                out[there : there + n_cols] = weights[first : first + n_cols]
+            else:
+                for j in range(n_cols):
+                    out[there + j * step] = weights[first + j * col_stride]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from vllm_delta.fingerprint import MASK64, U64, coefficients, tensor_seeds
 from vllm_delta.format import Schema, TensorSpec
 from vllm_delta.layout import I64, RankLayout, Rectangle
 from vllm_delta.patch.cpu import CpuBackend
+from vllm_delta.patch.places import N_COLS, N_ROWS, RECTANGLE, Places, Run
 from vllm_delta.patch.staged import (
     Backend,
     Builder,
@@ -62,6 +64,7 @@ class Patcher:
             raise LayoutError("the layout is of another checkpoint", rank=layout.rank)
         self.schema = schema
         self.layout = layout
+        self.places = Places(schema, layout)
         self._tensors = {name: _tensor(storages, name) for name in layout.parameters}
         self._storages = {name: _storage(tensor) for name, tensor in self._tensors.items()}
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
@@ -71,6 +74,11 @@ class Patcher:
             self._by_tensor.setdefault(walk.rectangle.tensor, []).append(walk)
         self._backend = backend or _backend_for(self._tensors.values())
         self._backend.warm(walk.storage for walk in self._walks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
 
     def scan(self) -> dict[int, int]:
         """Fingerprints the resident bits, all of them.
@@ -83,6 +91,26 @@ class Patcher:
         """
         self._require_in_place()
         return self._backend.scan(self._walks)
+
+    def gather(self, run: Run, out: Any) -> int:
+        """Copies the resident bits of a run, as far as this rank holds it. Any thread, as long as
+        nobody changes the weights meanwhile; forward steps may go on.
+
+        Args:
+            out: [run.n], contiguous: unsigned in main memory, or signed integers on the device
+                that the weights are on; what the rank does not hold stays as it is.
+
+        Returns:
+            the number of elements copied.
+
+        Raises:
+            LayoutError: a parameter's storage has moved.
+        """
+        self._require_in_place()
+        found = self.places.crossings(run)
+        names = [self.layout.rectangles[index].parameter for index in found[:, RECTANGLE]]
+        self._backend.gather(found, [self._tensors[name] for name in names], out)
+        return int((found[:, N_ROWS] * found[:, N_COLS]).sum())
 
     def stage(self, changes: Iterable[Change]) -> Patch:
         """Maps a decoded delta to this rank's storages. Writes no weight.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_delta.codec.order import Signed, Unsigned
 from vllm_delta.fingerprint import U64
-from vllm_delta.layout import Rectangle
+from vllm_delta.layout import I64, Rectangle
+
+if TYPE_CHECKING:
+    import torch
 
 Totals = dict[int, tuple[int, int]]
 """Per rectangle, two sums of g(bits)·P·Q mod 2^64: over the old bits, and over the new."""
@@ -103,6 +106,16 @@ class Backend(Protocol):
 
     def scan(self, walks: Sequence[Walk]) -> dict[int, int]:
         """Rectangle index to the fingerprint of its resident bits."""
+
+    def gather(self, grids: I64, tensors: Sequence[torch.Tensor], out: Any) -> None:
+        """Copies grids of elements out of storages; done when it returns.
+
+        Args:
+            grids: int64[n, 9], as `Places.crossings` gives them.
+            tensors: a tensor in each grid's storage.
+            out: [m] in main memory unsigned, on a device a tensor of signed integers, of the
+                weights' width, contiguous; elements of no grid stay as they are.
+        """
 
     def builder(self) -> Builder: ...
 
