@@ -201,6 +201,17 @@ def test_what_does_not_pay_is_not_published(codec):
     assert_same(read(run.store), run.versions[16])
 
 
+def test_what_has_little_to_merge_is_given_up_before_its_bytes_are_counted(monkeypatch):
+    """More than nine tenths of the changes are of weights of their own."""
+    monkeypatch.setattr(coding_module, "most_bytes", lambda window: 1e9)
+    run = Run(4)
+    assert run.merged() == [(0, 4)]
+    run = Run(0)
+    for _ in range(4):
+        run.publish(spread=True)
+    assert run.merged() == []
+
+
 def test_the_larger_stride_may_pay_where_the_smaller_does_not():
     """Four steps change weights of their own, sixteen the same ones again and again."""
     run = Run(0)

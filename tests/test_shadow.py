@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -104,3 +107,49 @@ def test_more_changes_than_a_blob_holds_replace_the_tensor(monkeypatch):
     change = shadow.diff(0, new, raw_above=0.3)
     assert change.bits is not None
     assert len(list(encode_delta(shadow.schema, [change]))) == 1
+
+
+def test_the_proof_takes_a_replacement_for_steps_only_where_it_is_the_same_to_the_bit():
+    """An encoder may choose to replace a tensor whole; what it then becomes must be the same."""
+    shadow, _, new = pair("BF16", 1000, 0.4)
+    change = shadow.diff(0, new, raw_above=1.0)
+    whole = shadow.diff(0, new, raw_above=0.0)
+    other = new.copy()
+    other[0] ^= 1
+    wrong = (
+        (replace(whole, bits=other), shadow),
+        (replace(whole, touched=whole.touched ^ 1), shadow),
+        (replace(whole, target=whole.target ^ 1), shadow),
+        (whole, None),
+    )
+    for blob_of, knows in [(whole, shadow), *wrong]:
+        proof = Proof(shadow.schema, "delta", knows)
+        proof.expect([change])
+        (blob,) = encode_delta(shadow.schema, [blob_of])
+        if knows and blob_of is whole:
+            proof.check(blob)
+            proof.finish()
+        else:
+            with pytest.raises(DeltaError, match="does not decode"):
+                proof.check(blob)
+    proof = Proof(shadow.schema, "delta", shadow)
+    with pytest.raises(DeltaError, match="does not decode"):
+        proof.check(next(encode_delta(shadow.schema, [whole])))
+
+
+def test_a_shadow_goes_back_to_a_base_for_a_while_and_comes_forth_again_whatever_happens():
+    shadow, old, new = pair("F32", 2003, 0.2)
+    before = list(shadow.fingerprints)
+    change = shadow.diff(0, new, raw_above=1.0)
+    shadow.advance([change])
+    after = list(shadow.fingerprints)
+    for error in (None, ValueError):
+        with contextlib.suppress(ValueError), shadow.before(lambda: [change], before):
+            assert shadow.torn
+            assert shadow.fingerprints == before
+            np.testing.assert_array_equal(shadow.bits[0], old)
+            if error:
+                raise error
+        assert not shadow.torn
+        assert shadow.fingerprints == after
+        np.testing.assert_array_equal(shadow.bits[0], new)

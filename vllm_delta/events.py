@@ -20,9 +20,11 @@ class Claimed:
 
 @dataclass(frozen=True)
 class Published:
-    """A version was committed, and what it cost.
+    """A record was committed, and what it cost.
 
     Attributes:
+        kind: "delta" or "anchor"; "merged" for a delta over several versions, which brings none
+            of its own.
         n_weights: elements in the checkpoint; n_changed: elements whose bits changed.
         model_bytes: bytes of the checkpoint.
         payload_bytes: all bytes written for the version, manifest included.
