@@ -194,7 +194,9 @@ class Proof:
         if change.touched != self._shadow.fingerprints[change.tensor]:
             return None
         steps = self._shadow.diff(change.tensor, change.bits, raw_above=1.0)
-        return None if steps is None else _digest(steps)
+        if steps is None or steps.target != change.target:
+            return None
+        return _digest(steps)
 
     def finish(self) -> None:
         """Raise DeltaError when a change is in no blob."""
