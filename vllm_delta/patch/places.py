@@ -21,9 +21,8 @@ UNIT_BITS = 22
 RECTANGLE, OFFSET, ROW_STRIDE, COL_STRIDE, N_ROWS, N_COLS, AT, PITCH, STEP = range(9)
 
 # Columns of a tensor's table of grids, and of a run's table of boxes.
-_INDEX, _ROW, _ROW_STEP, _COL, _COL_STEP, _ROWS, _COLS, _OFFSET, _ROW_STRIDE, _COL_STRIDE = range(
-    10
-)
+_INDEX, _OFFSET, _ROW_STRIDE, _COL_STRIDE = range(4)
+_ROW, _ROW_STEP, _COL, _COL_STEP, _ROWS, _COLS = range(4, 10)
 _BOX_ROW, _BOX_COL, _BOX_ROWS, _BOX_COLS, _BOX_AT = range(5)
 
 
