@@ -110,6 +110,17 @@ def smallest_items(
 def _coded(
     group: Sequence[hazard.Pending], tiling: hazard.Tiling, n_threads: int
 ) -> Iterator[Item]:
+    items = _measured(group, tiling, n_threads)
+    if any(item.frames is not None for item in items):
+        # What is sent whole has no say in the model of the others.
+        rest = [one for one, item in zip(group, items, strict=True) if item.frames is None]
+        again = iter(_measured(rest, tiling, n_threads))
+        items = [next(again) if item.frames is None else item for item in items]
+    yield from items
+
+
+def _measured(group: Sequence[hazard.Pending], tiling: hazard.Tiling, n_threads: int) -> list[Item]:
+    """Each change of a group by what is smallest, all lanes under one model."""
     tiled = [pending for pending in group if pending.tiles]
     coded = iter(hazard.encode(tiled, tiling, n_threads) if tiled else [])
     lanes = [next(coded) if pending.tiles else None for pending in group]
@@ -121,9 +132,12 @@ def _coded(
                 smaller[place] = saved
     if sum(smaller.values()) <= _WORTH_GAP:
         smaller = {}
+    items = []
     for place, (pending, one) in enumerate(zip(group, lanes, strict=True)):
         item = Item(pending.change, None if place in smaller else one)
-        yield item if 2 * item.n_bytes < pending.spec.n_bytes else _or_raw(item, pending)
+        large = 2 * item.n_bytes >= pending.spec.n_bytes
+        items.append(_or_raw(item, pending) if large else item)
+    return items
 
 
 def _or_raw(item: Item, pending: hazard.Pending) -> Item:
