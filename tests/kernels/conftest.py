@@ -16,6 +16,7 @@ KERNEL_TESTS = [
     "test_backend.py",
     "test_changes.py",
     "test_decode.py",
+    "test_gpu_lanes.py",
     "test_rectangles.py",
 ]
 

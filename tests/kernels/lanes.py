@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from vllm_delta.codec.order import SIGNED, UNSIGNED
 from vllm_delta.errors import FormatError
 from vllm_delta.format import DTYPES
 from vllm_delta_kernels import decode_lanes, reference
-from vllm_delta_kernels.decode import N_COLUMNS
+from vllm_delta_kernels.decode import ALIGNMENT, N_COLUMNS
 
 Array = npt.NDArray[Any]
 Result = tuple[list[int], list[int], int]
@@ -136,26 +137,32 @@ class Launch:
 
     Args:
         sentinel: the byte that stands wherever nothing of a lane is.
+        guard: what every buffer is made by.
     """
 
-    def __init__(self, samples: Sequence[Sample], sentinel: int = SENTINEL) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        sentinel: int = SENTINEL,
+        guard: type[Guarded] = Guarded,
+    ) -> None:
         self.samples = samples
+        self._guard = partial(guard, sentinel=sentinel)
         width = samples[0].bits.itemsize
-        self._bases = [Guarded(_tensor(one.bits), sentinel) for one in samples]
+        self._bases = [self._guard(_tensor(one.bits)) for one in samples]
         gap = np.frombuffer(bytes([sentinel]) * 16, np.uint32)
-        self._words = Guarded(
-            _tensor(np.concatenate([part for one in samples for part in (gap, one.words)])),
-            sentinel,
+        self._words = self._guard(
+            _tensor(np.concatenate([part for one in samples for part in (gap, one.words)]))
         )
-        self._rates = self._guarded([one.signed_rates for one in samples], sentinel)
-        self._scales = self._guarded([one.signed_scales for one in samples], sentinel)
-        self._rows = Guarded(torch.tensor(list(self._table()), dtype=torch.int64), sentinel)
+        self._rates = self._tables([one.signed_rates for one in samples])
+        self._scales = self._tables([one.signed_scales for one in samples])
+        self._rows = self._guard(torch.tensor(list(self._table()), dtype=torch.int64))
         n = sum(one.n_changes for one in samples)
-        self._positions = Guarded(_poison(n, 4), sentinel)
-        self._steps = Guarded(_poison(n, width), sentinel)
-        self._status = Guarded(_poison(len(samples), 4), sentinel)
+        self._positions = self._guard(_poison(n, 4))
+        self._steps = self._guard(_poison(n, width))
+        self._status = self._guard(_poison(len(samples), 4))
         constants = [tables.POSITIONS, tables.NODE_OF, tables.STEPS]
-        self._constants = [Guarded(_tensor(a, np.int32).reshape(-1), sentinel) for a in constants]
+        self._constants = [self._guard(_tensor(a, np.int32).reshape(-1)) for a in constants]
         nodes, node_of, magnitudes = (one.tensor for one in self._constants)
         decode_lanes(
             self._rows.tensor, self._words.tensor, nodes, node_of, self._rates.tensor,
@@ -167,6 +174,7 @@ class Launch:
         word, change, entry = 0, 0, 0
         for one, base in zip(self.samples, self._bases, strict=True):
             word += 4
+            assert base.address % ALIGNMENT == 0
             yield [
                 base.address, one.bits.size, word, one.words.size, one.n_changes,
                 reference.signed(one.seed), change, entry, one.shift,
@@ -177,9 +185,8 @@ class Launch:
         assert self._words.tensor.numel() == word
         assert N_COLUMNS == 9
 
-    @staticmethod
-    def _guarded(arrays: list[Array], sentinel: int) -> Guarded:
-        return Guarded(_tensor(np.concatenate(arrays), np.int32), sentinel)
+    def _tables(self, arrays: list[Array]) -> Guarded:
+        return self._guard(_tensor(np.concatenate(arrays), np.int32))
 
     @property
     def inputs_hold(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 
 import numpy as np
@@ -39,6 +41,30 @@ class Guarded:
     @property
     def untouched(self) -> bool:
         return self.guards_hold and torch.equal(self.tensor.cpu(), self.original)
+
+
+class Fenced(Guarded):
+    """A tensor in main memory whose end is the end of what may be read: a read past it does not
+    go unnoticed, it ends the process."""
+
+    def __init__(self, values: torch.Tensor, sentinel: int = SENTINEL) -> None:
+        n_bytes = values.numel() * values.element_size()
+        size = -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        fence = ctypes.c_void_p(address + size)
+        no_access = 0
+        assert ctypes.CDLL(None).mprotect(fence, mmap.PAGESIZE, no_access) == 0
+        self._sentinel = sentinel
+        self._whole = torch.frombuffer(memory, dtype=torch.uint8, count=size).fill_(sentinel)
+        self._start = size - n_bytes
+        self.tensor = self._whole[self._start :].view(values.dtype).view(values.shape)
+        self.tensor.copy_(values)
+        self.original = values.clone()
+
+    @property
+    def guards_hold(self) -> bool:
+        return bool((self._whole[: self._start] == self._sentinel).all())
 
 
 def random_bits(rng: np.random.Generator, n: int, width: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.lanes import Launch, Sample, random_sample, sample
-from tests.kernels.memory import DEVICE
+from tests.kernels.memory import DEVICE, Fenced
 from vllm_delta.codec.hazard import loops, tables
 from vllm_delta.codec.hazard.model import n_classes
 from vllm_delta_kernels import decode_lanes, reference
@@ -139,14 +139,19 @@ def test_damaged_lanes_stop_and_touch_nothing_else() -> None:
     out whole; nothing is written but the lanes' own outputs."""
     rng = np.random.default_rng(6)
     good = random_sample(rng, "F8_E4M3", 60, 2)
-    samples = [lane for bad in hostile(rng) for lane in (bad, good)]
+    bad = hostile(rng)
+    samples = [*bad]
+    for place in range(len(bad), -1, -4):
+        samples.insert(place, good)
     launch = Launch(samples)
     expected = good.by_host()
-    assert all(found == expected for found in launch.results()[1::2])
-    assert launch.statuses == [one.by_host()[2] for one in samples]
-    assert launch.statuses[::2] == [one.by_reference()[2] for one in samples[::2]]
-    assert all(one.by_definition() is None for one in samples[::2])
-    assert set(launch.statuses[::2]) == {1, 2, 3, 4, 5}, "not every problem came up"
+    for one, found in zip(samples, launch.results(), strict=True):
+        if one is good:
+            assert found == expected
+        else:
+            assert found[2] == one.by_host()[2] == one.by_reference()[2] != loops.OK
+            assert one.by_definition() is None
+    assert set(launch.statuses) == set(range(6)), "not every problem came up"
     assert launch.inputs_hold
 
 
@@ -154,11 +159,33 @@ def test_a_lane_depends_on_nothing_around_it() -> None:
     """Whatever lies before and after elements, words and tables, a lane, good or damaged, comes
     out the same: it reads nothing but its own."""
     zeros, ones = (
-        Launch([*hostile(rng), *(random_sample(rng, "F8_E5M2", n, 3) for n in (5, 255, 257))], byte)
+        Launch(
+            [*hostile(rng)[:12], *(random_sample(rng, "F8_E5M2", n, 3) for n in (5, 255, 257))],
+            byte,
+        )
         for byte, rng in ((0, np.random.default_rng(8)), (0xFF, np.random.default_rng(8)))
     )
     assert zeros.statuses[-3:] == [loops.OK] * 3
     assert zeros.results() == ones.results()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="memory that may not be read is made on a CPU")
+def test_no_read_goes_past_the_end() -> None:
+    """Elements, words and tables each end where memory does: a good lane, one that lacks its last
+    word and one that looks for changes to its last element all come to their end."""
+    rng = np.random.default_rng(9)
+    n = BLOCK + 8  # a multiple of the alignment, so that it can end there
+    good = random_sample(rng, "BF16", n, 4)
+    steep = sample("BF16", good.bits, [n - 1], [40], 30, 128)
+    for one, status in (
+        (good, loops.OK),
+        (steep, loops.OK),
+        (steep.but(words=steep.words[:-1]), loops.SHORT),
+        (good.but(rates=np.full_like(good.rates, 160)), loops.TOO_FEW),
+    ):
+        launch = Launch([one], guard=Fenced)
+        assert launch.statuses == [status]
+        assert launch.inputs_hold
 
 
 def test_no_lanes() -> None:
