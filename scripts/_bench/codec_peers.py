@@ -102,8 +102,10 @@ class Arc(Peer):
 
     def settle(self) -> None:
         """Wait for losers of ARC3's race: each call has a pool of its own, which then ends."""
-        while self._left:
-            self._left.pop().join()
+        for thread in self._left:
+            if thread.is_alive():
+                thread.join()
+        self._left.clear()
 
     def decode(self, payload: list[tuple[torch.Tensor, str]]) -> Iterator[torch.Tensor]:
         for (old, _), (diff, checksum) in zip(self._pairs, payload, strict=True):
