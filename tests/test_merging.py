@@ -212,6 +212,23 @@ def test_what_has_little_to_merge_is_given_up_before_its_bytes_are_counted(monke
     assert run.merged() == []
 
 
+def test_what_saves_too_few_bytes_is_not_published(monkeypatch):
+    """Enough changes fall together to fold them, but their bytes are more than three quarters."""
+
+    def merged() -> list[tuple[int, int]]:
+        run = Run(0)
+        flat = run.weights.tensors["matrix"].view(-1).view(torch.int16)
+        for _ in range(4):
+            flat[torch.from_numpy(rng.choice(700_000, 60_000, replace=False))] += 1
+            run.publisher.publish()
+        return run.merged()
+
+    rng = np.random.default_rng(11)
+    assert merged() == []
+    monkeypatch.setattr(coding_module, "most_bytes", lambda window: 1e9)
+    assert merged() == [(0, 4)]
+
+
 def test_the_larger_stride_may_pay_where_the_smaller_does_not():
     """Four steps change weights of their own, sixteen the same ones again and again."""
     run = Run(0)

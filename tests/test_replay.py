@@ -16,6 +16,7 @@ from vllm_delta.errors import (
     ModelMismatchError,
     SettingsError,
 )
+from vllm_delta.fingerprint import MASK64, coefficients, weigh
 from vllm_delta.format import (
     BlobRef,
     Reference,
@@ -138,20 +139,28 @@ def merged_lie(channel: Channel, change) -> None:
     for _ in range(4):
         channel.delta()
     changes = channel.changes(4, since=1)
-    place = next(i for i, c in enumerate(changes) if c.indices is not None)
+    place = next(i for i, c in enumerate(changes) if c.indices is not None and c.nnz > 1)
     wrong = change(changes[place])
     kept = [*changes[:place], *([wrong] if wrong else []), *changes[place + 1 :]]
     blobs = encode_delta(channel.schema, kept)
     channel.append("merged", 4, blobs, base=SPEC.version(1))
 
 
+def one_less(change):
+    """The change without its first element, and with the fingerprint that then is touched."""
+    spec, bits = SPEC.schema.tensors[change.tensor], SPEC.weights(1)
+    first = change.indices[:1]
+    touched = change.touched - weigh(bits[spec.name][first], coefficients(spec, first))
+    indices, steps = change.indices[1:], change.steps[1:]
+    assert indices.size
+    return replace(change, indices=indices, steps=steps, touched=touched & MASK64)
+
+
 MERGED_LIES = {
     "another step": lambda c: replace(c, steps=np.where(c.steps == -1, 1, -c.steps)),
     "touched": lambda c: replace(c, touched=c.touched ^ 1),
     "target": lambda c: replace(c, target=c.target ^ 1),
-    "a change less": lambda c: (
-        replace(c, indices=c.indices[1:], steps=c.steps[1:]) if c.nnz > 1 else None
-    ),
+    "a change less": one_less,
     "a tensor less": lambda c: None,
 }
 

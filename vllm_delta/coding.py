@@ -20,6 +20,10 @@ from vllm_delta.merge import Segment, fold, most_bytes, most_changes
 from vllm_delta.shadow import Proof, Shadow
 
 
+class _TooManyError(Exception):
+    """A merged delta has more changes than pay."""
+
+
 class Coder:
     """Codes deltas, merged deltas and anchors of a shadow's weights.
 
@@ -104,11 +108,14 @@ class Coder:
             for change in fold(self._schema, window, self._bits, raw_above=raw_above):
                 n_changed += change.nnz
                 if n_changed > n_most:
-                    return
+                    raise _TooManyError
                 yield change
 
-        blobs = _within(self._plain(counted()), self._most_bytes(window))
-        if not blobs or n_changed > n_most:
+        try:
+            blobs = _within(self._plain(counted()), self._most_bytes(window))
+        except _TooManyError:
+            return None
+        if not blobs:
             return None
         return Segment(
             base=window[0].base,
