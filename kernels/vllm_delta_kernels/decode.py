@@ -55,10 +55,10 @@ def _last_below(x, nodes_ptr, node_of_ptr):
     node = first + tl.sum(below.to(tl.int32), 0) - 1
     low = tl.max(tl.where(below, height, 0), 0)
     high = tl.min(tl.where(below, MOST, height), 0)
-    # F(node + part) <= u  ⟺  height·part < (u − F + 1)·2^10
+    # F(node + part) <= u  ⟺  (high − low)·part < (u − low + 1)·2^10. As u is below the next node,
+    # part is below 2^10.
     part = (((u - low + 1) << 10) - 1).to(tl.uint32) // (high - low).to(tl.uint32)
-    y = (node << 10) + tl.minimum(part.to(tl.int32), 1023)
-    return tl.where(node < N_NODES, y, LIMIT)
+    return tl.where(node < N_NODES, (node << 10) + part.to(tl.int32), LIMIT)
 
 
 @triton.jit

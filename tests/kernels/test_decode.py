@@ -105,6 +105,22 @@ def test_each_flipped_bit_of_a_lane_is_noticed() -> None:
     assert launch.inputs_hold
 
 
+def sixteen_the_long_way(good: Sample) -> Sample:
+    """A lane whose only step says 16 by another symbol than its own."""
+    share, ends = int(tables.POSITIONS[-1]), tables.STEPS[128].tolist()
+    for x in range(1 << 62, 1 << 63, 1 << 24):
+        after = share * (x >> 24)
+        slot = (after >> 1) & 0xFFFF
+        low_bits = (ends[17] - ends[16]) * (after >> 17) + slot - ends[16]
+        if ends[16] <= slot < ends[17] and low_bits % 4 == 0:
+            break
+    words = np.array([x >> 32, x & 0xFFFFFFFF], np.uint32)
+    rates, scales = np.zeros_like(good.rates), np.full_like(good.scales, 128)
+    lane = good.but(words=words, rates=rates, scales=scales, n_changes=1)
+    assert lane.by_host()[2] == loops.BAD_STEP
+    return lane
+
+
 def hostile(rng: np.random.Generator) -> list[Sample]:
     """Lanes cut short, with other numbers, other weights, and of random words."""
     good = random_sample(rng, "F8_E4M3", 300, 5)
@@ -122,6 +138,7 @@ def hostile(rng: np.random.Generator) -> list[Sample]:
         good.but(seed=good.seed + 1),
         good.but(words=first),
         good.but(words=np.append(good.words, np.uint32(0))),
+        sixteen_the_long_way(good),
         good.but(words=np.zeros_like(good.words)),
         good.but(words=np.full_like(good.words, 0x7FFFFFFF)),
     ]
@@ -172,16 +189,18 @@ def test_a_lane_depends_on_nothing_around_it() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="memory that may not be read is made on a CPU")
 def test_no_read_goes_past_the_end() -> None:
     """Elements, words and tables each end where memory does: a good lane, one that lacks its last
-    word and one that looks for changes to its last element all come to their end."""
+    word and two that look for changes where no elements are all come to their end."""
     rng = np.random.default_rng(9)
     n = BLOCK + 8  # a multiple of the alignment, so that it can end there
     good = random_sample(rng, "BF16", n, 4)
     steep = sample("BF16", good.bits, [n - 1], [40], 30, 128)
+    twice = sample("BF16", good.bits, [100, 200], [1, 1], 50, 5)
     for one, status in (
         (good, loops.OK),
         (steep, loops.OK),
         (steep.but(words=steep.words[:-1]), loops.SHORT),
         (good.but(rates=np.full_like(good.rates, 160)), loops.TOO_FEW),
+        (twice.but(bits=twice.bits[:104]), loops.TOO_FEW),
     ):
         launch = Launch([one], guard=Fenced)
         assert launch.statuses == [status]
