@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.harness import LocalEngine, Server, start_server
 from tests.engine.models import TinyModel, write_model
+from vllm_delta.codec import Codec
 
 # vLLM keeps what it first read of these for the life of the process.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -33,9 +34,15 @@ def engine_in_process(llama: Path) -> LocalEngine:
 
 
 @pytest.fixture
-def engine(engine_in_process: LocalEngine, tmp_path: Path) -> Iterator[LocalEngine]:
+def codec() -> Codec:
+    """Of the deltas that `engine` follows; a module that wants both overrides it."""
+    return "gap"
+
+
+@pytest.fixture
+def engine(engine_in_process: LocalEngine, codec: Codec, tmp_path: Path) -> Iterator[LocalEngine]:
     """The engine, with a new channel at version 0 that is the checkpoint it was started from."""
-    engine_in_process.begin(tmp_path / "channel")
+    engine_in_process.begin(tmp_path / "channel", codec=codec)
     yield engine_in_process
     engine_in_process.end()
 

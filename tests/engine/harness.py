@@ -19,10 +19,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_delta import Publisher, Reference
+from vllm_delta.codec import Codec, writer
+from vllm_delta.codec.hazard import encoder
 from vllm_delta.engine.settings import Settings
 from vllm_delta.publisher import PublisherSettings
 
@@ -38,15 +41,37 @@ PROMPT = "the quick brown fox jumps over the lazy dog a delta of weights " * 3
 PROMPTS = ("the quick brown fox", PROMPT, "a delta of weights", "lazy dog jumps over the fox")
 
 
+@contextlib.contextmanager
+def forced(*, changes_in_tile: int = 1, changes_in_lane: int = 8) -> Iterator[None]:
+    """Tiny tensors are coded as large ones are: by hazard wherever it may be, tiles and lanes
+    short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_WORTH_GAP", 1 << 60)
+        patch.setattr(writer, "_or_raw", lambda item, _: item)
+        patch.setattr(encoder, "_CHANGES_IN_TILE", changes_in_tile)
+        patch.setattr(encoder, "_CHANGES_IN_LANE", changes_in_lane)
+        yield
+
+
 class Trainer:
     """Publishes a checkpoint to a channel and changes it step by step.
 
     Args:
         checkpoint: a directory with ``model.safetensors``.
         channel: the channel's directory.
+        codec: of its deltas; by hazard whatever may be.
+        shards: parts that they are cut for.
     """
 
-    def __init__(self, checkpoint: Path, channel: Path, reference: Reference | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        channel: Path,
+        reference: Reference | None = None,
+        *,
+        codec: Codec = "gap",
+        shards: int = 1,
+    ) -> None:
         self.weights = load_file(checkpoint / "model.safetensors")
         self.channel = channel
         self._rng = np.random.default_rng(0)
@@ -54,7 +79,9 @@ class Trainer:
             channel,
             self.weights,
             reference=reference,
-            settings=PublisherSettings(blob_bytes=100_000, anchor_ratio=1e9),
+            settings=PublisherSettings(
+                blob_bytes=100_000, anchor_ratio=1e9, codec=codec, shards=shards
+            ),
         )
 
     def step(self, percent: float = 1.0, *, only: str = "") -> int:
@@ -63,7 +90,8 @@ class Trainer:
         for name, tensor in self.weights.items():
             if only in name:
                 self._change(tensor, percent)
-        return self.publisher.publish().version.number
+        with forced():
+            return self.publisher.publish().version.number
 
     def _change(self, tensor: torch.Tensor, percent: float) -> None:
         flat = tensor.view(-1)
@@ -140,9 +168,9 @@ class LocalEngine:
         """Our state in the worker."""
         return self.worker.__dict__["_delta_state"]
 
-    def begin(self, channel: Path, reference: Reference | None = None) -> Trainer:
-        """Publishes the engine's checkpoint to a new channel."""
-        self.trainer = Trainer(self.checkpoint, channel, reference)
+    def begin(self, channel: Path, reference: Reference | None = None, **codec: Any) -> Trainer:
+        """Publishes the engine's checkpoint to a new channel, by gap unless told otherwise."""
+        self.trainer = Trainer(self.checkpoint, channel, reference, **codec)
         return self.trainer
 
     def follow(self, **settings: Any) -> Any:

@@ -12,6 +12,7 @@ from tests.engine.harness import PROMPT, LocalEngine, Trainer, fresh_digest
 from tests.engine.models import TinyModel, write_model
 from vllm_delta import Reference
 from vllm_delta.channel import LocalStore, Log
+from vllm_delta.codec import Codec
 from vllm_delta.engine.calls import new_call
 from vllm_delta.errors import (
     BaseMismatchError,
@@ -25,6 +26,14 @@ from vllm_delta.errors import (
 from vllm_delta.format import Manifest
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(params=["gap", "hazard"])
+def codec(request: pytest.FixtureRequest) -> Codec:
+    """Every test by both."""
+    found: Codec = request.param
+    return found
+
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -133,6 +142,7 @@ def test_scans_are_made_periodically(engine: LocalEngine) -> None:
 def test_a_rank_that_fails_to_check_changes_nothing(engine: LocalEngine) -> None:
     """A parameter that moved is an error of the check: no pause, no write."""
     follow = engine.follow()
+    before = follow.status()["last_commit"]
     engine.trainer.step()
     parameter = dict(engine.worker.model_runner.get_model().named_parameters())[EMBEDDING]
     home = parameter.data
@@ -143,7 +153,7 @@ def test_a_rank_that_fails_to_check_changes_nothing(engine: LocalEngine) -> None
     finally:
         parameter.data = home
     assert follow.status()["version"]["number"] == 0
-    assert follow.status()["last_commit"] is None
+    assert follow.status()["last_commit"] == before
     assert follow.step()["version"]["number"] == 1
 
 
@@ -232,11 +242,8 @@ def test_a_delta_is_not_applied_twice(engine: LocalEngine) -> None:
     after = engine.digest()
     manifest = newest(engine.trainer.channel)
     call = new_call()
-    engine.llm.collective_rpc("delta_stage", args=(call, [manifest.to_bytes()]))
-    driver = follow._follower._driver
-    driver.wait_staged(manifest)
     with pytest.raises(BaseMismatchError):
-        driver.check(manifest)
+        follow._follower._driver.commit([manifest])
     (answer,) = engine.llm.collective_rpc("delta_apply", args=(call, manifest.seq))
     assert answer["error"]["kind"] == "EngineError"
     assert engine.digest() == after

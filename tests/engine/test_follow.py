@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import LocalEngine, fresh_digest
+from vllm_delta.codec import Codec
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(params=["gap", "hazard"])
+def codec(request: pytest.FixtureRequest) -> Codec:
+    """Every test by both."""
+    found: Codec = request.param
+    return found
 
 
 def test_versions_are_applied_bit_for_bit(engine: LocalEngine, tmp_path: Path) -> None:

@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import PROMPT, LocalEngine, wait_until
+from vllm_delta.codec import Codec
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(params=["gap", "hazard"])
+def codec(request: pytest.FixtureRequest) -> Codec:
+    """Every test by both."""
+    found: Codec = request.param
+    return found
+
 
 N_BEFORE = 6
 """Tokens that a running request has when the version changes."""

@@ -10,9 +10,17 @@ import torch
 
 from tests.engine.harness import LocalEngine, fresh_digest
 from vllm_delta.channel import LocalStore, Log
+from vllm_delta.codec import Codec
 from vllm_delta.format import Manifest
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(params=["gap", "hazard"])
+def codec(request: pytest.FixtureRequest) -> Codec:
+    """Every test by both."""
+    found: Codec = request.param
+    return found
 
 
 def publish(engine: LocalEngine, n_versions: int) -> None:

@@ -25,6 +25,9 @@ class Source(Protocol):
     def lacks(self, units: Iterable[Run], base: Version) -> list[Run]:
         """Which of these units the halo has to get first."""
 
+    def distrust(self) -> None:
+        """Gets the halo anew before it is used again."""
+
     def decoder(self, base: Version) -> LaneDecoder:
         """Decodes all lanes that it is given, of a version with that base."""
 
@@ -45,19 +48,19 @@ class RankLanes:
     def __init__(self, source: Source, base: Version) -> None:
         self.used = False
         self.needed: dict[Run, None] = {}
-        self.lacking: list[Run] = []
+        self.lacking: dict[Run, None] = {}
         self.skipped: dict[int, set[Tile]] = {}
         self.n_lanes = 0
         self._source = source
         self._base = base
-        self._held: dict[Run, int] = {}
         self._decoder: LaneDecoder | None = None
 
     def decode(self, parts: Sequence[Part]) -> list[tuple[Signed, Signed]]:
         """See `LaneDecoder.decode`."""
         self.used = True
         wanted = [self._wanted(part) for part in parts]
-        self.lacking = self._source.lacks(self.needed, self._base)
+        # Once something was left out all is, although it may have been supplied meanwhile.
+        self.lacking |= dict.fromkeys(self._source.lacks(self.needed, self._base))
         if self.lacking:
             return [_nothing(part) for part in parts]
         if self._decoder is None:
@@ -65,6 +68,8 @@ class RankLanes:
         try:
             found = self._decoder.decode(wanted)
         except FormatError as error:
+            if self.needed:
+                self._source.distrust()
             # The bytes are those that were published, so the weights are not those they are for.
             raise BaseMismatchError(
                 "resident weights are not the base that a delta was made for", **error.facts
@@ -77,20 +82,15 @@ class RankLanes:
         n_changes = 0
         for lane in part.lanes:
             run = Run(part.tensor, lane.tile, lane.start, lane.n_elements)
-            held = self._n_held(run.unit)
-            if not held:
+            n_held = self._source.count(run.unit)
+            if not n_held:
                 self.skipped.setdefault(part.tensor, set()).add(lane.tile)
                 continue
-            if held < run.unit.n and self._source.count(run) < run.n:
+            if n_held < run.unit.n and self._source.count(run) < run.n:
                 self.needed[run.unit] = None
             lanes.append(lane._replace(first_change=n_changes))
             n_changes += lane.n_changes
         return replace(part, lanes=tuple(lanes), n_changes=n_changes)
-
-    def _n_held(self, unit: Run) -> int:
-        if unit not in self._held:
-            self._held[unit] = self._source.count(unit)
-        return self._held[unit]
 
 
 def _nothing(part: Part) -> tuple[Signed, Signed]:

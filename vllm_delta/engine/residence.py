@@ -22,6 +22,8 @@ from vllm_delta.errors import EngineError
 from vllm_delta.format import Schema, Version
 from vllm_delta.patch import CpuLanes, Halo, HaloPatch, LackingError, Overlay, Patch, Patcher, Run
 
+_REMEMBERED = 1 << 16
+
 
 class UnreachableError(Exception):
     """The base is neither resident nor reached from there by what is staged."""
@@ -47,8 +49,8 @@ class Built:
 class Residence:
     """Builds patches, and reads back what decoding them takes.
 
-    `build` runs on the staging thread, everything else on the worker's. Weights, the halo and the
-    version change only within `turns.changing()`.
+    `build` runs on the staging thread, `read` and `supply` on the worker's. Weights and version
+    change, and the halo is used, in one's turn only.
 
     Args:
         schema: the channel's tensors.
@@ -72,6 +74,7 @@ class Residence:
         self._resident = resident
         self._overlays = overlays
         self._keeps: bool | None = None
+        self._counts: dict[Run, int] = {}
 
     def build(self, base: Version, decode: Callable[[LaneDecoder], Iterable[Change]]) -> Built:
         """Stages a version.
@@ -159,9 +162,18 @@ class Residence:
             resident, _ = self.way_to(base)
             return [unit for unit in units if not self.halo.has(unit, resident)]
 
+    def distrust(self) -> None:
+        """Forgets the halo: lanes could not be decoded with it."""
+        with self.turns.reading():
+            self.halo.clear()
+
     def count(self, run: Run) -> int:
         """How many elements of a run the rank holds."""
-        return self._patcher.places.count(run)
+        if (found := self._counts.get(run)) is None:
+            if len(self._counts) >= _REMEMBERED:
+                self._counts.clear()
+            self._counts[run] = found = self._patcher.places.count(run)
+        return found
 
     def read(self, units: Sequence[Run]) -> list[list[Any]]:
         """What this rank holds of the units: number of the unit, which elements (a bit each) and
