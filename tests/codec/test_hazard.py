@@ -153,6 +153,24 @@ def test_a_dense_half_and_then_nothing() -> None:
     assert 999 * rate > 100 * tables.LIMIT
 
 
+def test_indices_beyond_31_bits() -> None:
+    """A tensor of more than 2^31 elements is exact at both ends and where int32 ends."""
+    n = (1 << 31) + 300
+    old = np.broadcast_to(np.uint8(0x38), (n,))
+    schema = Schema.of([TensorSpec("w", "F8_E4M3", (n,))])
+    indices = np.array([0, (1 << 31) - 1, 1 << 31, n - 1], np.int64)
+    change = Change(0, indices, np.array([1, -1, 7, -128], np.int8), None, 1, 2)
+    round_trip(schema, [old], [change])
+
+
+def test_a_base_that_may_not_be_written() -> None:
+    """Mapped files are read-only: both ways read the base, and neither writes it."""
+    some = delta([TensorSpec("w", "BF16", (100, 90))], 0.3, 9)
+    some.base[0].flags.writeable = False
+    for shards in (1, 2):
+        round_trip(some.schema, some.base, some.changes, shards)
+
+
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_threads_do_not_change_the_bytes(shards: int) -> None:
     """Any number of threads writes the same and reads the same."""
