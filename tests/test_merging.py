@@ -212,6 +212,19 @@ def test_what_has_little_to_merge_is_given_up_before_its_bytes_are_counted(monke
     assert run.merged() == []
 
 
+def test_no_part_of_what_is_given_up_is_published(monkeypatch):
+    """The first tensor's changes fall together, and it is the second that has too many."""
+    monkeypatch.setattr(coding_module, "most_bytes", lambda window: 1e9)
+    tensors = {name: torch.randn(500_000).to(BF16) for name in ("a", "b")}
+    publisher = Publisher(store := MemoryStore(), tensors, settings=settings())
+    for number in range(4):
+        for name, first, n in (("a", 0, 3_000), ("b", 40_000 * number, 40_000)):
+            tensors[name].view(torch.int16)[first : first + n] ^= torch.randint(1, 99, (n,)).short()
+        publisher.publish()
+    assert publisher._history.n_bytes > 1 << 16
+    assert "merged" not in [m.kind for m in Subscriber(store).refresh()]
+
+
 def test_what_saves_too_few_bytes_is_not_published(monkeypatch):
     """Enough changes fall together to fold them, but their bytes are more than three quarters."""
 
