@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -87,6 +88,7 @@ def run(n: int, seed: int, first: int = 0) -> Report:
         assert judge_blob(subject, subject.data) == "harmless", subject.name
     limit_memory()
     report, started = Report(seed, first), time.monotonic()
+    _forget_peak()
     before, told = _peak_bytes(), started
     with Watchdog(seed) as watchdog, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -165,8 +167,17 @@ class Watchdog:
         self._thread.join()
 
 
+def _forget_peak() -> None:
+    """Begin a new peak, where the kernel can: compiling took more than decoding ever does."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Most resident memory since the last peak was forgotten."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        (line,) = (line for line in file if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def _said(counts: dict[str, int] | Counter[str]) -> str:

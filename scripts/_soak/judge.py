@@ -32,6 +32,14 @@ class SoakError(Exception):
     """The decoder gave what no reader may be given, whatever becomes of it later."""
 
 
+class Reader(Replica):
+    """Applies changes to copies of the tensors."""
+
+    def apply(self, change: Change) -> None:
+        self.bits[change.tensor] = self.bits[change.tensor].copy()
+        super().apply(change)
+
+
 def same(a: object, b: object) -> bool:
     return np.array_equal(a, b)  # type: ignore[arg-type]
 
@@ -42,9 +50,7 @@ def refused_by(error: DeltaError) -> str:
 
 def judge_blob(subject: Subject, data: bytes) -> str:
     """The verdict on a damaged blob: decoded, applied to the right base, and compared."""
-    replica = Replica(
-        subject.schema, list(subject.fingerprints), [bits.copy() for bits in subject.base]
-    )
+    replica = Reader(subject.schema, list(subject.fingerprints), list(subject.base))
     changes = decoded(subject, data, subject.base)
     while True:
         try:
@@ -71,7 +77,7 @@ def judge_blob(subject: Subject, data: bytes) -> str:
 
 def judge_base(subject: Subject, base: Sequence[order.Unsigned]) -> str:
     """The verdict on weights that are not the delta's base, though a reader takes them for it."""
-    replica = Replica(subject.schema, list(subject.fingerprints), [bits.copy() for bits in base])
+    replica = Reader(subject.schema, list(subject.fingerprints), list(base))
     expected = {change.tensor: change for change in subject.changes}
     right = True
     try:
@@ -138,6 +144,7 @@ def other_base(
         at = int(indices[draw.randrange(indices.size)])
     elif way < 0.8:
         bit = draw.randrange(MANTISSA[spec.dtype], width - 1)
-    other = [bits.copy() for bits in subject.base]
+    other = list(subject.base)
+    other[tensor] = other[tensor].copy()
     other[tensor][at] ^= other[tensor].dtype.type(1 << bit)
     return other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,12 @@ MIXED = (
     TensorSpec("i.f8", "F8_E5M2", (20, 30)),
 )
 MANY = tuple(TensorSpec(f"layer.{n:02}", "BF16", (1 + n, 16)) for n in range(40))
+LARGE = (
+    TensorSpec("embedding", "BF16", (3000, 3000)),
+    TensorSpec("matrix", "BF16", (120, 118)),
+    TensorSpec("norm", "BF16", (120,)),
+)
+"""A damaged number must not make a reader take memory by the size of the tensor."""
 SIZES = {"BF16": 0.3, "F16": 0.3, "F32": 2.0, "F8_E4M3": 0.1, "F8_E5M2": 0.1}
 
 
@@ -72,17 +78,19 @@ class Subject:
 
 
 def subjects(seed: int) -> list[Subject]:
-    """Two models, two steps of each, for one shard and for two.
+    """Three models, steps of each, for one shard and for two.
 
     Raises:
         AssertionError: a codec is missing, and the soak would not say what it claims to.
     """
     found = []
-    for place, specs in enumerate((MIXED, MANY)):
+    for place, (name, specs, n_steps) in enumerate(
+        (("mixed", MIXED, 2), ("many", MANY, 2), ("large", LARGE, 1))
+    ):
         rng = np.random.default_rng([seed, place])
         schema = Schema.of(specs)
-        versions = [[weights(spec, rng) for spec in specs]]
-        for step in range(2):
+        versions = [[_first(spec, rng) for spec in specs]]
+        for step in range(n_steps):
             new = [
                 _moved(spec, bits, step, rng)
                 for spec, bits in zip(specs, versions[-1], strict=True)
@@ -97,11 +105,18 @@ def subjects(seed: int) -> list[Subject]:
                     base=versions[step].__getitem__,
                     shards=shards,
                 )
-                name = f"{'mixed' if place == 0 else 'many'} {step} {shards}"
-                found.append(Subject(name, schema, versions[step], new, changes, data))
+                title = f"{name} {step} {shards}"
+                found.append(Subject(title, schema, versions[step], new, changes, data))
     taken = {entry.codec for one in found for entry in one.blob.entries}
     assert taken == {RAW, GAP, HAZARD}, taken
     return found
+
+
+def _first(spec: TensorSpec, rng: np.random.Generator) -> order.Unsigned:
+    """Weights; those of the embedding repeat, which takes less time to make."""
+    if spec.name != "embedding":
+        return weights(spec, rng)
+    return np.tile(weights(replace(spec, shape=(spec.n_cols,)), rng), spec.n_rows)
 
 
 def _moved(
@@ -113,6 +128,9 @@ def _moved(
     new = bits.copy()
     if spec.name == "c.even":
         new[step::10] = order.add_steps(bits[step::10], np.ones(bits[step::10].size, np.int16))
+    elif spec.name == "embedding":
+        rows = rng.integers(0, spec.numel, 6000)
+        new[rows] = order.add_steps(bits[rows], np.ones(rows.size, np.int16))
     elif spec.name == "g.reset":
         new[:] = 0x3F80 + step
     else:

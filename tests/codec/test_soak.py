@@ -54,7 +54,7 @@ def test_two_thousand_mutations(tmp_path: Path) -> None:
     assert counts["undetected"] == counts["failed"] == 0
     assert min(counts[way] for way in ("parse", "lane", "fingerprint", "harmless")) > 20
     assert len(report["by_kind"]) == 8
-    assert report["grown_bytes"] < 32 << 20
+    assert report["grown_bytes"] < 64 << 20  # a copy of the large tensor, twice
     assert "undetected=0 failed=0" in done.stdout
 
 
@@ -84,7 +84,7 @@ class Blind(Replica):
     root = ANY
 
     def apply(self, change: Change) -> None:
-        bits = self.bits[change.tensor]
+        bits = self.bits[change.tensor] = self.bits[change.tensor].copy()
         if change.bits is not None:
             bits[:] = change.bits
         elif change.indices is not None and change.steps is not None:
@@ -97,7 +97,7 @@ def test_what_passes_unnoticed_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without fingerprints some damage leads to other weights, and the soak says so."""
-    monkeypatch.setattr(judge, "Replica", Blind)
+    monkeypatch.setattr(judge, "Reader", Blind)
     report = soak.Report(0, 0)
     for number in range(400):
         soak.one(number, 0, some, report)
