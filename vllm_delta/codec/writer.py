@@ -34,8 +34,10 @@ from vllm_delta.format import MAX_BLOB_BYTES, Schema
 
 Base = Callable[[int], Unsigned]
 
-_GROUP_CHANGES = 1 << 16
+_GROUP_CHANGES = 1 << 18
 """Tensors share a model until they have this many changes: it takes about 60 bytes."""
+_WORTH_MODEL = 8
+"""A model is chosen again where one in so many of its changes turns out to be sent otherwise."""
 _WORTH_GAP = 64
 """Bytes that `gap` must save in a group to be used in it: its sections take about as many."""
 
@@ -91,19 +93,21 @@ def smallest_items(
         base: see `encode_delta`.
     """
     group: list[hazard.Pending] = []
+    n_changed = 0
     for change in changes:
         if change.indices is None:
             yield from _coded(group, tiling, n_threads)
-            group = []
+            group, n_changed = [], 0
             yield _raw(change)
             continue
         spec, bits = schema.tensors[change.tensor], base(change.tensor)
         if bits.size != spec.numel or bits.itemsize != spec.itemsize:
             raise ValueError(f"{bits.size} elements of {bits.itemsize} bytes as base of {spec}")
         group.append(hazard.Pending.of(change, bits, tiling))
-        if sum(pending.change.nnz for pending in group) >= _GROUP_CHANGES:
+        n_changed += change.nnz
+        if n_changed >= _GROUP_CHANGES:
             yield from _coded(group, tiling, n_threads)
-            group = []
+            group, n_changed = [], 0
     yield from _coded(group, tiling, n_threads)
 
 
@@ -111,7 +115,8 @@ def _coded(
     group: Sequence[hazard.Pending], tiling: hazard.Tiling, n_threads: int
 ) -> Iterator[Item]:
     items = _measured(group, tiling, n_threads)
-    if any(item.frames is not None for item in items):
+    n_whole = sum(one.change.nnz for one, i in zip(group, items, strict=True) if i.frames)
+    if _WORTH_MODEL * n_whole > sum(one.change.nnz for one in group):
         # What is sent whole has no say in the model of the others.
         rest = [one for one, item in zip(group, items, strict=True) if item.frames is None]
         again = iter(_measured(rest, tiling, n_threads))

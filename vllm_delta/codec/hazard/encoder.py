@@ -13,13 +13,13 @@ from vllm_delta.codec.blob import put_uvarint
 from vllm_delta.codec.change import Change
 from vllm_delta.codec.hazard import loops, tables
 from vllm_delta.codec.hazard.lanes import elements, lane_seed, spans
-from vllm_delta.codec.hazard.model import I64, SHIFTS, Model, Statistics, n_classes
+from vllm_delta.codec.hazard.model import SHIFTS, Model, Statistics
 from vllm_delta.codec.hazard.tiles import CUT, MIN_LANE_BITS, Tile, Tiling
 from vllm_delta.codec.order import Signed, Unsigned
 from vllm_delta.format import TensorSpec
 
-_CHANGES_IN_LANE = 1 << 11
-"""A lane has at least this many changes if they lie evenly: two kilobytes or more of payload, of
+_CHANGES_IN_LANE = 1 << 12
+"""A lane has at least this many changes if they lie evenly: four kilobytes or more of payload, of
 which its state, its hash and its line in the directory take 12 bytes."""
 _CHANGES_IN_TILE = 1 << 10
 """A tile holds at least this many changes on average: about one kilobyte of payload."""
@@ -118,23 +118,28 @@ class _Job:
 
 def _measure(pending: Sequence[Pending], n_threads: int) -> tuple[Model, list[int]]:
     """The model that fits the changes best, and about what each takes by `gap`."""
+    mine = threading.local()
+    all_of: list[Statistics] = []
 
-    def count(one: Pending) -> tuple[I64, I64, int]:
-        n, shift = n_classes(one.spec.dtype), SHIFTS[one.spec.dtype]
-        found, magnitudes = np.zeros(2 * n, np.int64), np.zeros((n, tables.N_MAGNITUDES), np.int64)
+    def count(one: Pending) -> int:
+        if not hasattr(mine, "statistics"):
+            mine.statistics = Statistics()
+            all_of.append(mine.statistics)
+        elements, magnitudes = mine.statistics.of(one.spec.dtype)
+        shift, n = SHIFTS[one.spec.dtype], elements.size
+        found = np.zeros(2 * n, np.int64)
         stride = _STRIDE if one.base.size > _SAMPLED_ABOVE else 1
         n_seen = loops.count_classes(one.base, shift, stride, found)
+        elements += (found[:n] + found[n:]) * one.base.size // n_seen
         indices, steps = one.change.indices, one.change.steps
         loops.count_changes(one.base, indices, steps, shift, n - 1, magnitudes)
-        n_bits = loops.gap_bits(indices, steps, tables.LOGARITHMS)
-        seen = (found[:n] + found[n:]) * one.base.size // n_seen
-        return seen, magnitudes, -(-int(n_bits) // 8)
+        return -(-int(loops.gap_bits(indices, steps, tables.LOGARITHMS)) // 8)
 
-    statistics = Statistics()
-    measured = workers.run(count, pending, n_threads)
-    for one, (seen, magnitudes, _) in zip(pending, measured, strict=True):
-        statistics.add(one.spec.dtype, seen, magnitudes)
-    return statistics.model(), [n_bytes for *_, n_bytes in measured]
+    gaps = workers.run(count, pending, n_threads)
+    statistics = all_of[0]
+    for other in all_of[1:]:
+        statistics.add(other)
+    return statistics.model(), list(gaps)
 
 
 def _lane_bits(one: Pending, most: int) -> int:

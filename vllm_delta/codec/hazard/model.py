@@ -20,6 +20,8 @@ SHIFTS = {"BF16": 7, "F16": 10, "F32": 23, "F8_E4M3": 3, "F8_E5M2": 2}
 assert {name for name, dtype in DTYPES.items() if dtype.stepped} == set(SHIFTS)
 
 _SLOWEST = tables.N_RATES - 1
+N_SHORT_MAGNITUDES = 64
+"""Symbols of magnitudes up to 2^15, all that a type of 16 bits has."""
 
 
 def n_classes(dtype: str) -> int:
@@ -101,18 +103,29 @@ class Statistics:
         self.elements: dict[str, I64] = {}
         self.magnitudes: dict[str, I64] = {}
 
-    def add(self, dtype: str, elements: I64, magnitudes: I64) -> None:
-        """Count a tensor: int64[classes] elements, int64[classes, N_MAGNITUDES] steps."""
+    def of(self, dtype: str) -> tuple[I64, I64]:
+        """The type's counts, to be added to: int64[classes] elements, int64[classes, symbols]
+        magnitudes of steps."""
         if dtype not in self.elements:
-            self.elements[dtype], self.magnitudes[dtype] = elements, magnitudes
-        else:
-            self.elements[dtype] += elements
-            self.magnitudes[dtype] += magnitudes
+            n = n_classes(dtype)
+            n_symbols = tables.N_MAGNITUDES if DTYPES[dtype].itemsize > 2 else N_SHORT_MAGNITUDES
+            self.elements[dtype] = np.zeros(n, np.int64)
+            self.magnitudes[dtype] = np.zeros((n, n_symbols), np.int64)
+        return self.elements[dtype], self.magnitudes[dtype]
+
+    def add(self, other: Statistics) -> None:
+        """Count what another has counted too."""
+        for dtype in other.elements:
+            for mine, theirs in zip(
+                self.of(dtype), (other.elements[dtype], other.magnitudes[dtype]), strict=True
+            ):
+                mine += theirs
 
     def model(self) -> Model:
         """Rate and scale per class that take the fewest bits, in integers."""
         classes = {}
-        for name, magnitudes in self.magnitudes.items():
+        for name in sorted(self.magnitudes):
+            magnitudes = self.magnitudes[name]
             changed = magnitudes.sum(axis=1)
             present = np.flatnonzero(changed)
             first, last = int(present[0]), int(present[-1])
@@ -123,7 +136,8 @@ class Statistics:
             rates = len(tables.RATE_BOUNDS) - np.searchsorted(
                 tables.RATE_BOUNDS[::-1], shares, side="right"
             )
-            scales = np.argmin(magnitudes[some] @ tables.COSTS.T, axis=1)
+            costs = tables.COSTS[:, : magnitudes.shape[1]]
+            scales = np.argmin(magnitudes[some] @ costs.T, axis=1)
             rates, scales = np.where(n, rates, _SLOWEST), np.where(n, scales, 0)
             classes[name] = (
                 first,
