@@ -24,7 +24,7 @@ def encode(
     shards: int = 1,
     n_threads: int = 1,
     changes_in_tile: int = 1,
-    changes_in_lane: int = 1 << 11,
+    changes_in_lane: int = encoder._CHANGES_IN_LANE,
 ) -> bytes:
     """One blob; by gap only what hazard may not code."""
     with pytest.MonkeyPatch.context() as patch:
