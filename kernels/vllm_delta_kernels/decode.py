@@ -56,9 +56,9 @@ def _last_below(x, nodes_ptr, node_of_ptr):
     low = tl.max(tl.where(below, height, 0), 0)
     high = tl.min(tl.where(below, MOST, height), 0)
     # F(node + part) <= u  ⟺  (high − low)·part < (u − low + 1)·2^10. As u is below the next node,
-    # part is below 2^10.
+    # part is below 2^10; and it is 0 at the last, where `high` is MOST.
     part = (((u - low + 1) << 10) - 1).to(tl.uint32) // (high - low).to(tl.uint32)
-    return tl.where(node < N_NODES, (node << 10) + part.to(tl.int32), LIMIT)
+    return (node << 10) + part.to(tl.int32)
 
 
 @triton.jit

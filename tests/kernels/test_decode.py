@@ -42,12 +42,12 @@ def test_lanes_of_any_size_and_model_in_one_launch(dtypes: list[str]) -> None:
 
 
 def test_every_16_bit_pattern() -> None:
-    """A lane of all 65,536 patterns, one of each sign and exponent changed: NaN, infinities, -0
-    and subnormals are found by their exponent like any other."""
+    """A lane of all 65,536 patterns, one of each exponent changed: NaN, infinities, -0 and
+    subnormals are found by their exponent like any other."""
     rng = np.random.default_rng(3)
     bits = rng.permutation(1 << 16).astype(np.uint16)
-    _, positions = np.unique(bits >> 7, return_index=True)
-    assert positions.size == 512
+    _, positions = np.unique(bits >> 7 & 0xFF, return_index=True)
+    assert positions.size == n_classes("BF16")
     positions = np.sort(positions)
     steps = rng.choice([-3, -1, 1, 2, 700], positions.size)
     rates = rng.integers(40, 70, n_classes("BF16"))
@@ -61,15 +61,15 @@ def test_escapes_and_certain_changes() -> None:
     bits = np.frombuffer(rng.bytes(2 * 1300), np.uint16)
     mixed = rng.choice([0, 8, 160], n_classes("BF16"))
     one = np.arange(1300) == 1299
-    some = np.sort(rng.choice(60, 40, replace=False))
+    some = np.sort(rng.choice(40, 25, replace=False))
     require_equal(
         [
             sample("BF16", bits, np.flatnonzero(one), [1], 40, 0),
             sample("BF16", bits[:600], [0, 300, 599], [1, -1, 2], 16, 4),
             sample("BF16", bits[:300], [2, 299], [1, -1], 160, 4),
-            sample("BF16", bits[:60], some, rng.choice([-1, 1], 40), 0, 128),
-            sample("BF16", bits[:60], np.arange(60), rng.choice([-1, 1], 60), 0, 128),
-            sample("BF16", bits[:90], np.arange(0, 90, 3), [1] * 30, mixed, 9),
+            sample("BF16", bits[:40], some, rng.choice([-1, 1], 25), 0, 128),
+            sample("BF16", bits[:30], np.arange(30), rng.choice([-1, 1], 30), 0, 128),
+            sample("BF16", bits[:60], np.arange(0, 60, 3), [1] * 20, mixed, 9),
         ]
     )
 
