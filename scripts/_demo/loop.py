@@ -138,12 +138,11 @@ class Loop:
             raise FollowError(f"vLLM serves {served!r}, and {expected!r} stands on the channel")
 
     def _written_at(self, seq: int) -> float:
-        """When a record was written, seconds since the epoch."""
-        self._subscriber.refresh()
-        manifest = self._subscriber.newest_manifest
-        assert manifest is not None
-        assert manifest.seq == seq, "another publisher writes to the channel"
-        return manifest.time
+        """When a record that came since the last call was written, seconds since the epoch."""
+        # A merged delta or an anchor of the same version may follow it.
+        times = {manifest.seq: manifest.time for manifest in self._subscriber.refresh()}
+        assert seq in times, "another publisher writes to the channel"
+        return times[seq]
 
     def _note_served(self) -> None:
         version = self._publisher.version
