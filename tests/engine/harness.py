@@ -74,6 +74,7 @@ class Trainer:
     ) -> None:
         self.weights = load_file(checkpoint / "model.safetensors")
         self.channel = channel
+        self.codec = codec
         self._rng = np.random.default_rng(0)
         self.publisher = Publisher(
             channel,

@@ -1,7 +1,8 @@
 """Follows a channel with an engine of its own process and notes what happens.
 
-Run as ``python -m tests.engine.parallel_probe CHECKPOINT N_RANKS DIRECTORY``. It writes its figures
-to ``DIRECTORY/found.json`` and the final checkpoint to ``DIRECTORY/final``; the tests judge them.
+Run as ``python -m tests.engine.parallel_probe CHECKPOINT N_RANKS CODEC DIRECTORY``; by hazard,
+deltas are cut for the ranks, and then the ranks fail in turn. It writes its figures to
+``DIRECTORY/found.json`` and the final checkpoint to ``DIRECTORY/final``; the tests judge them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tests.engine.harness import PROMPTS, LocalEngine, completions, digest_model, digest_weights
+from vllm_delta.codec import Codec
 from vllm_delta.errors import DeltaError
 
 NORM = "model.norm.weight"
@@ -80,11 +82,17 @@ def process_of(worker: Any) -> int:
     return os.getpid()
 
 
+def lanes_of(worker: Any) -> dict[str, int]:
+    """How many lanes a rank decoded, and the bytes that it keeps of other ranks' weights."""
+    rank = rank_of(worker)
+    return {"n_decoded": rank._residence.n_lanes, "halo_bytes": rank.status()["halo_bytes"]}
+
+
 class Probe:
-    def __init__(self, checkpoint: Path, n_ranks: int, directory: Path) -> None:
+    def __init__(self, checkpoint: Path, n_ranks: int, codec: Codec, directory: Path) -> None:
         self.directory = directory
         self.engine = LocalEngine(checkpoint, tensor_parallel_size=n_ranks)
-        self.trainer = self.engine.begin(directory / "channel")
+        self.trainer = self.engine.begin(directory / "channel", codec=codec, shards=n_ranks)
         self.follow = self.engine.follow()
         self.found: dict[str, Any] = {}
 
@@ -109,7 +117,9 @@ class Probe:
             "moved": all(old != new for old, new in zip(before, self.digests(), strict=True)),
             "bits_equal": self.digests() == self.fresh("final"),
         }
-        self.found["completions"] = completions(self.engine.llm, PROMPTS)
+        self.found["lanes"] = self.engine.llm.collective_rpc(lanes_of)
+        if self.trainer.codec == "gap":
+            self.found["completions"] = completions(self.engine.llm, PROMPTS)
         after = self.digests()
         self.follow.rollback()
         rolled_back = self.digests() == previous
@@ -196,11 +206,13 @@ class Probe:
 
 
 def main() -> None:
-    checkpoint, n_ranks, directory = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    checkpoint, directory = Path(sys.argv[1]), Path(sys.argv[4])
+    n_ranks, codec = int(sys.argv[2]), sys.argv[3]
+    assert codec in get_args(Codec)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    probe = Probe(checkpoint, n_ranks, directory)
+    probe = Probe(checkpoint, n_ranks, codec, directory)
     probe.forward()
-    if n_ranks > 1:
+    if n_ranks > 1 and codec == "hazard":
         probe.faults()
     (directory / "found.json").write_text(json.dumps(probe.found))
 

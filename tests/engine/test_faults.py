@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.harness import PROMPT, LocalEngine, Trainer, fresh_digest
 from tests.engine.models import TinyModel, write_model
@@ -111,6 +112,26 @@ def test_a_damaged_touched_weight_is_refused_before_a_pause(
     assert status["last_commit"] is None
     engine.trainer.publisher.anchor()
     assert follow.step()["state"] == "following"
+    final = engine.trainer.save(tmp_path / "final", engine.checkpoint)
+    assert engine.digest() == fresh_digest(final)
+
+
+def test_a_damaged_weight_that_lanes_pass_is_refused_while_staging(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    """Lanes read every weight: one that no delta touches is damaged, the delta cannot be decoded,
+    a scan says why, and an anchor heals it."""
+    engine.begin(tmp_path / "lanes", codec="hazard")
+    follow = engine.follow()
+    engine.trainer.step()
+    follow.step()
+    engine.trainer.step()
+    parameter = dict(engine.worker.model_runner.get_model().named_parameters())[EMBEDDING]
+    parameter.data.view(-1).view(torch.int16)[4321] ^= 0x2000
+    status = follow.step()
+    assert status["last_error"]["kind"] == "BaseMismatchError"
+    assert status["last_error"]["facts"]["name"] == EMBEDDING
+    assert (status["state"], status["version"]["number"]) == ("following", 2)
     final = engine.trainer.save(tmp_path / "final", engine.checkpoint)
     assert engine.digest() == fresh_digest(final)
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import fresh_completions, run_module
-from tests.engine.models import TinyModel, write_model
+from tests.engine.models import HEAD_DIM, HEADS, LAYERS, TinyModel, write_model
+from vllm_delta.codec import Codec
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -19,12 +20,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 class Case:
     model: TinyModel
     n_ranks: int
+    codec: Codec = "gap"
 
 
 CASES = {
     "dense, one rank": Case(TinyModel(architecture="llama"), 1),
     "dense, two ranks": Case(TinyModel(architecture="qwen3", tied=True), 2),
     "experts, one rank": Case(TinyModel(architecture="qwen3_moe"), 1),
+    "lanes, two ranks": Case(TinyModel(architecture="qwen2"), 2, "hazard"),
 }
 
 Probed = tuple[Case, Path, dict[str, Any]]
@@ -37,8 +40,8 @@ def probe(name: str, factory: pytest.TempPathFactory) -> Probed:
     if name not in _found:
         directory = factory.mktemp("probe")
         checkpoint = write_model(directory / "base", CASES[name].model)
-        ranks = str(CASES[name].n_ranks)
-        run_module("tests.engine.parallel_probe", str(checkpoint), ranks, str(directory))
+        job = str(CASES[name].n_ranks), CASES[name].codec
+        run_module("tests.engine.parallel_probe", str(checkpoint), *job, str(directory))
         _found[name] = directory, json.loads((directory / "found.json").read_text())
     return CASES[name], *_found[name]
 
@@ -65,10 +68,13 @@ def test_a_rollback_and_a_new_apply_are_exact_on_every_rank(probed: Probed) -> N
     assert found["back"] == {"bits_equal": True, "again": True}
 
 
-def test_completions_equal_those_of_fresh_engines(probed: Probed) -> None:
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.codec == "gap"])
+def test_completions_equal_those_of_fresh_engines(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """One request at a time, a plain engine on the final checkpoint says the same; that a second
     one does too, and one on the base checkpoint does not, makes it mean something."""
-    case, directory, found = probed
+    case, directory, found = probe(name, tmp_path_factory)
     fresh, control = (
         fresh_completions(directory / "final", tensor_parallel_size=case.n_ranks) for _ in range(2)
     )
@@ -84,10 +90,18 @@ def test_completions_equal_those_of_fresh_engines(probed: Probed) -> None:
     )
 
 
+def test_ranks_decode_their_lanes_and_keep_a_halo(faults: dict[str, Any]) -> None:
+    """Each rank decodes lanes; of the projections' biases, which are not cut, it keeps the other
+    rank's half."""
+    assert all(rank["n_decoded"] > 100 for rank in faults["lanes"])
+    n_bias = LAYERS * (HEADS + 2 * CASES["lanes, two ranks"].model.n_kv_heads) * HEAD_DIM
+    assert [rank["halo_bytes"] for rank in faults["lanes"]] == [n_bias // 2 * 2] * 2
+
+
 @pytest.fixture
 def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks found when one of them failed."""
-    return probe("dense, two ranks", tmp_path_factory)[2]
+    return probe("lanes, two ranks", tmp_path_factory)[2]
 
 
 def test_a_rank_that_cannot_stage_stops_both(faults: dict[str, Any]) -> None:
