@@ -79,6 +79,23 @@ def _refilled(x, words, next_word, n_words):
 
 
 @triton.jit
+def _take_position(x, sums, y, last, nodes_ptr):
+    """A position: the state after it, the block's sum before the weight there and with it, and
+    whether it is an escape.
+
+    sums: of the block's hazards, y less than since the last change. Some are above `last` − y.
+    """
+    passed = sums <= last - y
+    before = tl.max(tl.where(passed, sums, 0), 0)
+    through = tl.min(tl.where(passed, MOST, sums), 0)
+    low = _cumulated(y + before, nodes_ptr)
+    escapes = y + through > LIMIT
+    high = _cumulated(tl.minimum(y + through, LIMIT), nodes_ptr)
+    share = tl.where(escapes, TOTAL, high) - low
+    return share * (x >> 24) + ((x & (TOTAL - 1)) - low), before, through, escapes
+
+
+@triton.jit
 def _take_step(x, next_word, words, n_words, row_ptr, WIDTH: tl.constexpr):
     """A step: the state after it, the next word, the step, and whether it fits its type.
 
@@ -178,14 +195,7 @@ def _decode_lanes_kernel(
         n_passed = tl.sum((sums <= last - y).to(tl.int32), 0)
         while n_passed < BLOCK:
             at = start + n_passed
-            passed = sums <= last - y
-            before = tl.max(tl.where(passed, sums, 0), 0)
-            through = tl.min(tl.where(passed, MOST, sums), 0)
-            low = _cumulated(y + before, nodes_ptr)
-            escapes = y + through > LIMIT
-            high = _cumulated(tl.minimum(y + through, LIMIT), nodes_ptr)
-            high = tl.where(escapes, TOTAL, high)
-            x = (high - low) * (x >> 24) + ((x & (TOTAL - 1)) - low)
+            x, before, through, escapes = _take_position(x, sums, y, last, nodes_ptr)
             x, next_word = _refilled(x, words, next_word, n_words)
             y = -before
             if at >= n:
