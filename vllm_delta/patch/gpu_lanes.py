@@ -15,7 +15,7 @@ import torch
 
 import vllm_delta_kernels as kernels
 from vllm_delta.codec.hazard import Lane, Part, Tile, tables
-from vllm_delta.codec.hazard.lanes import _PROBLEMS, in_order, lane_seed, to_indices
+from vllm_delta.codec.hazard.lanes import PROBLEMS, in_order, lane_seed, to_indices
 from vllm_delta.codec.hazard.model import Tables
 from vllm_delta.codec.order import SIGNED, Signed
 from vllm_delta.errors import FormatError
@@ -202,7 +202,7 @@ class _Batch:
         for (found, lane), problem in zip(self.lanes, problems.tolist(), strict=True):
             if problem:
                 name = found.part.spec.name
-                raise FormatError(_PROBLEMS[problem], name=name, lane=lane.number)
+                raise FormatError(PROBLEMS[problem], name=name, lane=lane.number)
             some = slice(at, at + lane.n_changes)
             found.add(lane, positions[some], steps[some])
             at += lane.n_changes

@@ -19,13 +19,14 @@ from vllm_delta.format import TensorSpec
 
 Words = npt.NDArray[np.uint32]
 
-_PROBLEMS = {
+PROBLEMS = {
     loops.SHORT: "hazard: a lane ends too early",
     loops.BAD_STATE: "hazard: not a lane's state",
     loops.TOO_FEW: "hazard: a lane has fewer changes than it says",
     loops.BAD_STEP: "hazard: a step does not fit its type",
     loops.BAD_END: "hazard: a lane does not end as it was begun",
 }
+"""What is wrong with a lane, by the number that a decoder gives it."""
 
 
 class Lane(NamedTuple):
@@ -188,7 +189,7 @@ def decode_lane(part: Part, lane: Lane, bits: Unsigned, positions: Signed, steps
         steps,
     )
     if problem != loops.OK:
-        raise FormatError(_PROBLEMS[problem], name=part.spec.name, lane=lane.number)
+        raise FormatError(PROBLEMS[problem], name=part.spec.name, lane=lane.number)
 
 
 def _steps(part: Part) -> type[np.signedinteger]:
