@@ -25,7 +25,7 @@ VERDICTS = ("parse", "lane", "fingerprint", "harmless", "undetected", "failed")
 """Refused when the bytes are read, by a lane, or by a fingerprint; harmless: right nevertheless."""
 
 _REFUSALS = (FormatError, UnsupportedError, ModelMismatchError)
-_LANES = frozenset(lanes._PROBLEMS.values())
+_LANES = frozenset(lanes.PROBLEMS.values())
 
 
 class SoakError(Exception):
