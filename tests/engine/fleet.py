@@ -20,15 +20,13 @@ from vllm_delta import Publisher
 from vllm_delta.channel import LogReader, open_channel
 from vllm_delta.codec import order
 from vllm_delta.engine.calls import Answer, unpack
-from vllm_delta.engine.driver import Driver
 from vllm_delta.engine.ledger import Ledger
-from vllm_delta.engine.metrics import Metrics
 from vllm_delta.engine.rank import Rank
 from vllm_delta.engine.settings import Settings
 from vllm_delta.errors import DeltaError
 from vllm_delta.format import Manifest, Schema, Version, parse_manifest, parse_schema
 from vllm_delta.layout import ParameterSpec, RankLayout, Rectangle
-from vllm_delta.patch import Patcher, Run
+from vllm_delta.patch import Backend, Patcher, Run
 from vllm_delta.publisher import PublisherSettings
 
 TORCH = {
@@ -178,8 +176,13 @@ class Fleet:
     calls: list[str] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
     ledger: Ledger | None = None
+    backend: Backend | None = None
 
     def __post_init__(self) -> None:
+        # They count with prometheus_client, which comes with vLLM.
+        from vllm_delta.engine.driver import Driver
+        from vllm_delta.engine.metrics import Metrics
+
         self.schema = self.trainer.publisher.schema
         settings = Settings(channel=str(self.trainer.channel), rollback_bytes=1 << 24)
         self.driver = Driver(
@@ -224,7 +227,7 @@ class Fleet:
         rank = Rank(
             parsed,
             shard.layout,
-            Patcher(parsed, shard.layout, shard.storages),
+            Patcher(parsed, shard.layout, shard.storages, backend=self.backend),
             channel=channel,
             rollback_bytes=n_bytes,
             enter_thread=lambda: None,
@@ -332,7 +335,12 @@ def random_weights(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> We
     }
 
 
-def start(trainer: Trainer, build: Callable[[Builder, int, int], None], n_ranks: int) -> Fleet:
+def start(
+    trainer: Trainer,
+    build: Callable[[Builder, int, int], None],
+    n_ranks: int,
+    backend: Backend | None = None,
+) -> Fleet:
     """Ranks that hold the trainer's weights as ``build(builder, rank, n_ranks)`` lays them out."""
     shards = []
     for rank in range(n_ranks):
@@ -340,4 +348,4 @@ def start(trainer: Trainer, build: Callable[[Builder, int, int], None], n_ranks:
         build(builder, rank, n_ranks)
         schema = trainer.publisher.schema
         shards.append(load(builder.layout(schema), trainer.weights, schema))
-    return Fleet(trainer, shards)
+    return Fleet(trainer, shards, backend=backend)

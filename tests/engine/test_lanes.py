@@ -15,6 +15,8 @@ from vllm_delta.codec.hazard.lanes import elements
 from vllm_delta.errors import SettingsError
 from vllm_delta.format import Manifest
 
+pytestmark = pytest.mark.engine
+
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 SHAPES = {
     "embed": ((515, 64), BF16),

@@ -22,9 +22,11 @@ from tests.engine.fleet import (
 from tests.engine.harness import forced, wait_until
 from vllm_delta import Publisher
 from vllm_delta.engine.turns import Turns
-from vllm_delta.errors import BaseMismatchError, EngineError
+from vllm_delta.errors import BaseMismatchError, EngineError, SettingsError
 from vllm_delta.format import Manifest
 from vllm_delta.publisher import PublisherSettings
+
+pytestmark = pytest.mark.engine
 
 SHAPES = {
     "bias": ((64,), torch.bfloat16),
@@ -141,7 +143,7 @@ def test_other_codecs_in_between_move_the_halo_too(fleet: Fleet, between: str) -
         manifests.append(step(fleet))
     if between != "gap":
         resume(fleet, codec="gap", raw_above=0.0)
-        manifests.append(step(fleet))
+        manifests.append(step(fleet, only="small"))
     resume(fleet, codec="hazard", shards=2)
     manifests += [step(fleet), step(fleet)]
     first, *rest = manifests
@@ -156,6 +158,34 @@ def test_other_codecs_in_between_move_the_halo_too(fleet: Fleet, between: str) -
     fleet.follow(*rest)
     assert fleet.holds()
     assert halo_is(fleet, fleet.trainer.weights)
+
+
+def test_what_is_too_large_to_keep_is_applied_first(fleet: Fleet) -> None:
+    """Where a whole model is replaced the next version waits; it is not kept a second time."""
+    first = step(fleet)
+    fleet.follow(first)
+    resume(fleet, codec="gap", raw_above=0.0)
+    manifests = [step(fleet)]
+    resume(fleet, codec="hazard", shards=2)
+    manifests += [step(fleet), step(fleet)]
+    fleet.follow(*manifests)
+    assert fleet.runs == [1, 1, 2]
+    assert fleet.holds()
+    assert halo_is(fleet, fleet.trainer.weights)
+
+
+def test_what_does_not_fit_into_the_halo_makes_room(fleet: Fleet) -> None:
+    """A halo keeps what is needed now, and forgets the rest where both would be too much."""
+    fleet.follow(step(fleet, only="bias"))
+    halo = fleet.ranks[0]._residence.halo
+    halo.limit_bytes = 160  # the bias takes 64, the matrix 128
+    fleet.follow(step(fleet, only="small"))
+    assert [fleet.schema.tensors[unit.tensor].name for unit in halo.units] == ["small"]
+    assert fleet.holds()
+    halo.limit_bytes = 100
+    with pytest.raises(SettingsError, match="small"):
+        fleet.follow(step(fleet))
+    assert halo.n_bytes <= 160
 
 
 def test_lanes_after_a_channel_of_gaps_wait_for_them(fleet: Fleet) -> None:
@@ -275,7 +305,7 @@ def test_what_lies_on_a_version_that_failed_is_dropped(
     """Weights that change between check and apply: the version is taken back, those staged on it
     are gone, and all is well once they are staged again."""
     fleet.follow(step(fleet))
-    first, second = step(fleet, 100.0), step(fleet)
+    first, second = step(fleet), step(fleet)
     before = copy_of(fleet)
     rank = fleet.ranks[0]
     apply = rank._patcher.apply

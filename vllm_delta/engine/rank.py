@@ -104,10 +104,7 @@ class Rank:
     def supply(self, version: Version, units: Sequence[Run], pieces: Sequence[Any]) -> Answer:
         """Keeps what other ranks hold of units of which this rank has a part."""
         self._require(version)
-        for unit in self._residence.supply(units, pieces, version):
-            for staged in self._stager.all():
-                if staged.halo is not None and staged.overlay is not None:
-                    staged.halo.cover(unit, staged.overlay)
+        self._residence.supply(units, pieces, version)
         self._stager.supplied()
         return {}
 
@@ -125,6 +122,8 @@ class Rank:
         staged = self._stager.find(seq)
         if staged.patch is None:
             raise EngineError("the version is not staged yet", seq=seq)
+        if staged.halo is not None and staged.overlay is not None:
+            staged.halo.cover(self._residence.halo.units, staged.overlay)
         staged.sums = self._patcher.check(staged.patch)
         return {
             "entries": [list(entry) for entry in staged.patch.entries],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,12 @@ from vllm_delta.errors import EngineError
 from vllm_delta.format import Schema, Version
 from vllm_delta.patch import CpuLanes, Halo, HaloPatch, LackingError, Overlay, Patch, Patcher, Run
 
+if TYPE_CHECKING:
+    import torch
+
 _REMEMBERED = 1 << 16
+_KEPT_SHARE = 4
+"""An overlay takes at most one part in so many of the bytes of weights that a rank holds."""
 
 
 class UnreachableError(Exception):
@@ -79,8 +84,9 @@ class Residence:
     def build(self, base: Version, decode: Callable[[LaneDecoder], Iterable[Change]]) -> Built:
         """Stages a version.
 
-        Its changes are kept as an overlay on a channel that has shown `hazard` deltas, or not
-        shown yet that it has none.
+        Its changes are kept as an overlay, unless they are too large, on a channel that has shown
+        `hazard` deltas, or not shown yet that it has none. Without one the next version waits until
+        this one is resident.
 
         Raises:
             UnreachableError, LackingError: it cannot be decoded now.
@@ -107,6 +113,8 @@ class Residence:
         if kept is not None and self._keeps:
             skipped = {tensor: frozenset(tiles) for tensor, tiles in lanes.skipped.items()}
             overlay = Overlay(self._schema, kept, skipped)
+            if overlay.n_bytes > self._patcher.places.n_bytes // _KEPT_SHARE:
+                overlay = None
         return Built(patch, halo, overlay, lanes.used)
 
     def _settle(self, lanes: RankLanes) -> None:
@@ -121,6 +129,10 @@ class Residence:
         device = self._patcher.device
         if device.type == "cpu":
             return CpuLanes(lambda run, out: self.gather(run, base, out))
+        return self.device_decoder(base, device)
+
+    def device_decoder(self, base: Version, device: torch.device) -> LaneDecoder:
+        """The same where the weights are on a GPU."""
         from vllm_delta.patch.gpu_lanes import GpuLanes  # triton, which a CPU does without
 
         def gather(tensor: int, tile: Tile, start: int, n: int, out: Any) -> bool:
@@ -203,8 +215,8 @@ class Residence:
 
     def supply(
         self, units: Sequence[Run], pieces: Iterable[Sequence[Any]], version: Version
-    ) -> list[Run]:
-        """Takes over what other ranks read; the units of which this rank holds a part.
+    ) -> None:
+        """Takes over what other ranks read of units of which this rank holds a part.
 
         Raises:
             EngineError: nobody had all of it.
@@ -212,7 +224,6 @@ class Residence:
         by_unit: dict[int, list[Sequence[Any]]] = {}
         for piece in pieces:
             by_unit.setdefault(piece[0], []).append(piece)
-        taken = []
         for place, unit in enumerate(units):
             if not 0 < self.count(unit) < unit.n:
                 continue
@@ -222,8 +233,6 @@ class Residence:
                 raise EngineError("no rank has bits that another needs", name=name)
             with self.turns.changing():
                 self.halo.put(unit, bits, version)
-            taken.append(unit)
-        return taken
 
     def _assemble(self, unit: Run, pieces: Iterable[Sequence[Any]]) -> tuple[Unsigned, Any]:
         kind = UNSIGNED[self._schema.tensors[unit.tensor].itemsize]

@@ -183,13 +183,14 @@ class HaloPatch:
             if unit.tensor == change.tensor:
                 self._add(unit, change)
 
-    def cover(self, unit: Run, overlay: Overlay) -> None:
-        """Takes what a staged version does to one more unit."""
-        if not overlay.knows(unit):
-            return
-        self.pieces[unit] = []
-        if (change := overlay.changes.get(unit.tensor)) is not None:
-            self._add(unit, change)
+    def cover(self, units: Iterable[Run], overlay: Overlay) -> None:
+        """Takes what the version does to units that came when it was staged already."""
+        for unit in units:
+            if unit in self.pieces or not overlay.knows(unit):
+                continue
+            self.pieces[unit] = []
+            if (change := overlay.changes.get(unit.tensor)) is not None:
+                self._add(unit, change)
 
     def forget(self, skipped: Mapping[int, Any]) -> None:
         """Leaves out the units of tensors of which some lanes were not decoded, if they may lie
