@@ -132,7 +132,7 @@ def _moved(
         rows = rng.integers(0, spec.numel, 6000)
         new[rows] = order.add_steps(bits[rows], np.ones(rows.size, np.int16))
     elif spec.name == "g.reset":
-        new[:] = 0x3F80 + step
+        new[:-5] = 0x3F80 + step
     else:
         new = order.add_steps(bits, moves(spec, bits, SIZES[spec.dtype], rng))
         new[: 1 + step] ^= new.dtype.type(1)  # a large step or a small one, but always a change

@@ -18,7 +18,9 @@ from vllm_delta import codec
 from vllm_delta.codec import Change, blob, hazard, order
 from vllm_delta.codec.hazard import tables
 from vllm_delta.errors import FormatError
+from vllm_delta.fingerprint import fingerprint
 from vllm_delta.format import Schema, TensorSpec
+from vllm_delta.replay import Replica
 
 STEPPED = sorted(MANTISSA)
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_hazard_tables.py"
@@ -100,6 +102,19 @@ def test_one_blob_mixes_codecs() -> None:
     target = [one.target[0] for one in ones] + [counts + np.uint32(1)]
     some = Delta(schema, base, target, between(schema, base, target))
     assert taken(some) == [blob.HAZARD, blob.GAP, blob.RAW, blob.RAW]
+
+
+def test_a_tensor_made_whole_by_choice_is_proven_whole() -> None:
+    """Its `touched` is then the base's fingerprint, not that of the weights that change."""
+    old = a_real_one().base[0]
+    new = old.copy()
+    new[:-700] = 0x3F80
+    some = one_tensor(old, new)
+    assert taken(some) == [blob.RAW]
+    (change,) = codec.decode(smallest(some), some.schema, "delta")
+    replica = Replica(some.schema, [fingerprint(old, some.schema.tensors[0])], [old.copy()])
+    replica.apply(change)
+    assert np.array_equal(replica.bits[0], new)
 
 
 def test_a_tensor_that_is_sent_whole_spoils_no_model() -> None:

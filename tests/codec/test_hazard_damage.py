@@ -91,7 +91,7 @@ TABLE: dict[str, tuple[bytes, str]] = {
     "shards too long": (with_(models=LONG + MODEL), "hazard: a number is too long"),
     "shards padded": (with_(models=b"\x81\0" + MODEL[1:]), "not in its shortest form"),
     "no model": (with_(models=b"\1"), "tensors without a model"),
-    "a model of none": (with_(models=b"\1\0" + MODEL[2:]), "a model of no tensor"),
+    "a model of none": (with_(models=b"\1\0" + MODEL[1:]), "a model of no tensor"),
     "a model of too many": (with_(models=b"\1\2" + MODEL[2:]), "a model of no tensor"),
     "a model of 2^60": (with_(models=b"\1" + uvarint(1 << 60) + MODEL[2:]), "a model of no tensor"),
     "a model more": (with_(models=MODEL + MODEL[1:]), "a model of no tensor"),
@@ -120,7 +120,7 @@ TABLE: dict[str, tuple[bytes, str]] = {
     "changes too long": (with_(lanes=b"\x0b" + LONG + b"\1"), "a number is too long"),
     "changes padded": (with_(lanes=b"\x0b\x83\0\1"), "not in its shortest form"),
     "more changes than elements": (
-        with_(lanes=b"\x0b" + uvarint(1201) + uvarint(N_WORDS - 2)),
+        with_(lanes=b"\x0b" + uvarint(1201) + uvarint(98), words=bytes(400)),
         "a lane does not fit",
     ),
     "more changes than bits": (
