@@ -127,7 +127,7 @@ class Shard:
     def pairs(self, weights: Weights, schema: Schema) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each rectangle here, and the same of whole tensors."""
         for r in self.layout.rectangles:
-            here = bits_of(self.storages[r.parameter])
+            here = bits_of(self.storages[r.parameter].cpu())
             there = bits_of(weights[schema.tensors[r.tensor].name])
             width = here.itemsize
             yield (
@@ -148,7 +148,9 @@ class Shard:
         return found
 
 
-def load(layout: RankLayout, weights: Weights, schema: Schema) -> Shard:
+def load(
+    layout: RankLayout, weights: Weights, schema: Schema, device: torch.device | None
+) -> Shard:
     rng = np.random.default_rng(layout.rank)
     storages = {}
     for name, spec in layout.parameters.items():
@@ -158,6 +160,8 @@ def load(layout: RankLayout, weights: Weights, schema: Schema) -> Shard:
     shard = Shard(layout, storages)
     for here, there in shard.pairs(weights, schema):
         here[...] = there
+    if device is not None:
+        shard.storages = {name: tensor.to(device) for name, tensor in storages.items()}
     return shard
 
 
@@ -340,6 +344,7 @@ def start(
     build: Callable[[Builder, int, int], None],
     n_ranks: int,
     backend: Backend | None = None,
+    device: torch.device | None = None,
 ) -> Fleet:
     """Ranks that hold the trainer's weights as ``build(builder, rank, n_ranks)`` lays them out."""
     shards = []
@@ -347,5 +352,5 @@ def start(
         builder = Builder(trainer.weights, rank)
         build(builder, rank, n_ranks)
         schema = trainer.publisher.schema
-        shards.append(load(builder.layout(schema), trainer.weights, schema))
+        shards.append(load(builder.layout(schema), trainer.weights, schema, device))
     return Fleet(trainer, shards, backend=backend)

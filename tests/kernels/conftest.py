@@ -17,6 +17,7 @@ KERNEL_TESTS = [
     "test_changes.py",
     "test_decode.py",
     "test_gpu_lanes.py",
+    "test_rank_lanes.py",
     "test_rectangles.py",
 ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from vllm_delta.engine.turns import Turns
 from vllm_delta.errors import EngineError
 from vllm_delta.format import Schema, Version
 from vllm_delta.patch import CpuLanes, Halo, HaloPatch, LackingError, Overlay, Patch, Patcher, Run
-
-if TYPE_CHECKING:
-    import torch
 
 _REMEMBERED = 1 << 16
 _KEPT_SHARE = 4
@@ -127,12 +124,8 @@ class Residence:
     def decoder(self, base: Version) -> LaneDecoder:
         """Decodes lanes of a version with that base."""
         device = self._patcher.device
-        if device.type == "cpu":
+        if device is None:
             return CpuLanes(lambda run, out: self.gather(run, base, out))
-        return self.device_decoder(base, device)
-
-    def device_decoder(self, base: Version, device: torch.device) -> LaneDecoder:
-        """The same where the weights are on a GPU."""
         from vllm_delta.patch.gpu_lanes import GpuLanes  # triton, which a CPU does without
 
         def gather(tensor: int, tile: Tile, start: int, n: int, out: Any) -> bool:
@@ -203,7 +196,7 @@ class Residence:
         itemsize = self._schema.tensors[unit.tensor].itemsize
         out: Unsigned = np.zeros(unit.n, UNSIGNED[itemsize])
         device = self._patcher.device
-        if device.type == "cpu":
+        if device is None:
             self._patcher.gather(unit, out)
             return out
         import torch

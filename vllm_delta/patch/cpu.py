@@ -38,6 +38,7 @@ class CpuBackend:
         allowed = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MAX_THREADS)
         self.n_threads = allowed if n_threads is None else n_threads
         self._pool: ThreadPoolExecutor | None = None
+        self.device: torch.device | None = None
 
     def warm(self, storages: Iterable[Storage]) -> None:
         unique = set(storages)

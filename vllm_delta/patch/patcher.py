@@ -76,9 +76,9 @@ class Patcher:
         self._backend.warm(walk.storage for walk in self._walks)
 
     @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
+    def device(self) -> torch.device | None:
+        """Where `gather` wants tensors; None: it wants arrays in main memory."""
+        return self._backend.device
 
     def scan(self) -> dict[int, int]:
         """Fingerprints the resident bits, all of them.

@@ -101,6 +101,10 @@ class Builder(Protocol):
 class Backend(Protocol):
     """Runs the loops where the weights are."""
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where that is; None: in main memory."""
+
     def warm(self, storages: Iterable[Storage]) -> None:
         """Does ahead what patching these storages would otherwise do at its first call."""
 
