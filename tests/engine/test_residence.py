@@ -52,8 +52,9 @@ def fleet(tmp_path: Path) -> Fleet:
     return start(trainer, halves, 2)
 
 
-def step(fleet: Fleet, percent: float = 3.0, **more: Any) -> Manifest:
-    with forced(changes_in_tile=64):  # the small tensors stay whole
+def step(fleet: Fleet, percent: float = 3.0, *, changes_in_tile: int = 64, **more: Any) -> Manifest:
+    """Publishes a version; the small tensors stay whole unless tiles may hold little."""
+    with forced(changes_in_tile=changes_in_tile):
         return fleet.trainer.step(percent, **more)
 
 
@@ -214,6 +215,23 @@ def test_a_channel_may_be_cut_otherwise_from_one_version_to_the_next(
     fleet.follow(*manifests)
     assert sum(fleet.runs) == 4
     assert fleet.holds()
+
+
+def test_what_was_left_out_is_known(fleet: Fleet) -> None:
+    """A small tensor is cut in one version, where each rank decodes its own tiles only, and whole
+    in the next: that one waits, since nobody knows the bits between; and the halo of the tensor
+    ends where it was cut."""
+    manifests = [step(fleet, changes_in_tile=1), step(fleet)]
+    fleet.follow(*manifests)
+    assert fleet.runs == [1, 1]
+    assert fleet.holds()
+    assert halo_is(fleet, fleet.trainer.weights)
+    fleet.follow(step(fleet, changes_in_tile=1))
+    assert fleet.holds()
+    assert not halo_is(fleet, fleet.trainer.weights)
+    fleet.follow(step(fleet))
+    assert fleet.holds()
+    assert halo_is(fleet, fleet.trainer.weights)
 
 
 def test_an_anchor_in_between_starts_anew(fleet: Fleet) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from tests.patch.models import (
     random_rank,
     random_specs,
     simple_rank,
+    whole_rank,
 )
 from vllm_delta.codec import Change, order
 from vllm_delta.codec.hazard import Tile
 from vllm_delta.errors import LayoutError
+from vllm_delta.layout import Rectangle
 from vllm_delta.patch import Overlay, Patcher, Run, overlay
 from vllm_delta.patch.cpu import CpuBackend
 from vllm_delta.patch.places import UNIT_BITS
@@ -109,13 +112,25 @@ def test_a_device_gathers_the_same(seed: int) -> None:
 
 def test_copies_of_a_part_on_one_rank_are_counted_once() -> None:
     """What a rank holds twice is one part of the run."""
-    from dataclasses import replace
-
     rank = simple_rank((8, 16))
     whole = rank.layout.rectangles[0]
     rank.layout = replace(rank.layout, rectangles=(whole, replace(whole)))
     assert rank.patcher().places.count(Run(0, Tile(2, 0, 3, 16), 5, 20)) == 20
     assert rank.patcher().places.n_bytes == 8 * 16 * 2
+
+
+def test_a_transposed_matrix_of_many_squares() -> None:
+    """A transpose is copied square by square; the edges are no different."""
+    rng = np.random.default_rng(4)
+    rank = whole_rank({"w": ("BF16", (150, 130), random_bits(rng, 150 * 130, 2))})
+    transposed = Rectangle(0, (150, 130), 0, (130, 1), "w", 0, (1, 150))
+    rank.layout = replace(rank.layout, rectangles=(transposed,))
+    rank.storages["w"][...] = rank.base[0].reshape(150, 130).T.reshape(-1)
+    patcher = rank.patcher()
+    for run in (Run(0, Tile(0, 0, 150, 130), 77, 19_000), Run(0, Tile(3, 1, 140, 129), 0, 18_060)):
+        out = empty(rank, run)
+        assert patcher.gather(run, out) == run.n
+        assert np.array_equal(out, rank.base[0][indices_of(rank, run)])
 
 
 def test_a_moved_storage_is_not_read() -> None:

@@ -34,6 +34,7 @@ vectorised, and the next block's cache lines are asked for meanwhile."""
 _MAX_KEYS = 1 << 16
 """Rows up to this long keep their column constants in a table for the whole walk."""
 _WIDE = 1 << 13
+_SQUARE = 64
 
 
 @numba.njit(cache=True, nogil=True)
@@ -197,10 +198,16 @@ def gather_grids(grids, addresses, out):  # type: ignore[no-untyped-def]
         offset, at = grids[g, OFFSET], grids[g, AT]
         n = offset + (n_rows - 1) * row_stride + (n_cols - 1) * col_stride + 1
         weights = numba.carray(pointer(np.uintp(addresses[g])), (n,), out.dtype)
-        for i in range(n_rows):
-            first, there = offset + i * row_stride, at + i * pitch
-            if col_stride == 1 and step == 1:
+        if col_stride == 1 and step == 1:
+            for i in range(n_rows):
+                first, there = offset + i * row_stride, at + i * pitch
                 out[there : there + n_cols] = weights[first : first + n_cols]
-            else:
-                for j in range(n_cols):
-                    out[there + j * step] = weights[first + j * col_stride]
+            continue
+        # Square by square, so that neither side leaves the cache where it is a transpose.
+        for top in range(0, n_rows, _SQUARE):
+            bottom = min(top + _SQUARE, n_rows)
+            for left in range(0, n_cols, _SQUARE):
+                for j in range(left, min(left + _SQUARE, n_cols)):
+                    first, there = offset + j * col_stride, at + j * step
+                    for i in range(top, bottom):
+                        out[there + i * pitch] = weights[first + i * row_stride]
