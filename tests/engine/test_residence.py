@@ -24,12 +24,13 @@ from vllm_delta import Publisher
 from vllm_delta.engine.turns import Turns
 from vllm_delta.errors import BaseMismatchError, EngineError, SettingsError
 from vllm_delta.format import Manifest
+from vllm_delta.patch import LackingError
 from vllm_delta.publisher import PublisherSettings
 
 pytestmark = pytest.mark.engine
 
 SHAPES = {
-    "bias": ((64,), torch.bfloat16),
+    "bias": ((1024,), torch.bfloat16),
     "matrix": ((512, 256), torch.bfloat16),
     "norm": ((96,), torch.bfloat16),
     "small": ((8, 16), torch.bfloat16),
@@ -37,10 +38,10 @@ SHAPES = {
 
 
 def halves(builder: Builder, rank: int, n_ranks: int) -> None:
-    """The matrix by rows, as it is cut; two small tensors in parts, of which each rank lacks one,
-    by columns and in one row."""
+    """The matrix by rows, as it is cut; two small tensors in parts, of which each rank lacks one:
+    one in the middle of a lane, one by columns."""
     builder.add("matrix", slice(512 * rank // n_ranks, 512 * (rank + 1) // n_ranks))
-    builder.add("bias", slice(64 * rank // n_ranks, 64 * (rank + 1) // n_ranks))
+    builder.add("bias", slice(0, 600) if rank == 0 else slice(600, 1024))
     builder.add("small", slice(None), slice(16 * rank // n_ranks, 16 * (rank + 1) // n_ranks))
     builder.add("norm")
 
@@ -52,10 +53,18 @@ def fleet(tmp_path: Path) -> Fleet:
     return start(trainer, halves, 2)
 
 
-def step(fleet: Fleet, percent: float = 3.0, *, changes_in_tile: int = 64, **more: Any) -> Manifest:
-    """Publishes a version; the small tensors stay whole unless tiles may hold little."""
-    with forced(changes_in_tile=changes_in_tile):
-        return fleet.trainer.step(percent, **more)
+def step(
+    fleet: Fleet,
+    percent: float = 3.0,
+    *,
+    changes_in_tile: int = 64,
+    changes_in_lane: int = 8,
+    only: str = "",
+) -> Manifest:
+    """Publishes a version. The small tensors stay whole unless tiles may hold little; a lane of
+    eight changes has 256 elements."""
+    with forced(changes_in_tile=changes_in_tile, changes_in_lane=changes_in_lane):
+        return fleet.trainer.step(percent, only=only)
 
 
 def resume(fleet: Fleet, **settings: Any) -> None:
@@ -74,7 +83,7 @@ def copy(weights: Weights) -> Weights:
 def halo_is(fleet: Fleet, weights: Weights) -> bool:
     """Whether every rank keeps the other's parts of both small tensors, of these weights."""
     for number, rank in enumerate(fleet.ranks):
-        other = slice(32, 64) if number == 0 else slice(0, 32)
+        other = slice(600, 1024) if number == 0 else slice(0, 600)
         columns = slice(8, 16) if number == 0 else slice(0, 8)
         expected = {
             "bias": weights["bias"][other].contiguous(),
@@ -122,7 +131,28 @@ def test_the_halo_is_asked_for_once_and_follows(fleet: Fleet) -> None:
     assert fleet.holds()
     assert halo_is(fleet, states[-1])
     assert fleet.calls.count("delta_read") == 1
-    assert [rank.status()["halo_bytes"] for rank in fleet.ranks] == [192, 192]
+    assert [rank.status()["halo_bytes"] for rank in fleet.ranks] == [976, 1328]
+
+
+def test_longer_and_shorter_lanes_need_nothing_new(fleet: Fleet) -> None:
+    """A unit is patched whole, also in lanes that the rank holds nothing of."""
+    for changes_in_lane in (8, 64, 8, 1000, 16):
+        fleet.follow(step(fleet, changes_in_lane=changes_in_lane))
+        assert fleet.holds()
+        assert halo_is(fleet, fleet.trainer.weights)
+    assert fleet.calls.count("delta_read") == 1
+
+
+def test_a_halo_is_of_one_version(fleet: Fleet) -> None:
+    """It is not there for any other, whichever way that came about."""
+    manifest = step(fleet)
+    fleet.follow(manifest)
+    halo = fleet.ranks[0]._residence.halo
+    unit = halo.units[0]
+    assert halo.has(unit, manifest.target)
+    assert not halo.has(unit, manifest.base)
+    with pytest.raises(LackingError):
+        halo.fill(np.zeros(unit.n, np.uint16), unit, manifest.base)
 
 
 def test_several_versions_are_decoded_on_top_of_each_other(fleet: Fleet) -> None:
@@ -179,14 +209,13 @@ def test_what_does_not_fit_into_the_halo_makes_room(fleet: Fleet) -> None:
     """A halo keeps what is needed now, and forgets the rest where both would be too much."""
     fleet.follow(step(fleet, only="bias"))
     halo = fleet.ranks[0]._residence.halo
-    halo.limit_bytes = 160  # the bias takes 64, the matrix 128
+    halo.limit_bytes = 900  # the bias takes 848, the small matrix 128
     fleet.follow(step(fleet, only="small"))
     assert [fleet.schema.tensors[unit.tensor].name for unit in halo.units] == ["small"]
     assert fleet.holds()
-    halo.limit_bytes = 100
-    with pytest.raises(SettingsError, match="small"):
+    with pytest.raises(SettingsError, match="bias"):
         fleet.follow(step(fleet))
-    assert halo.n_bytes <= 160
+    assert halo.n_bytes == 128
 
 
 def test_lanes_after_a_channel_of_gaps_wait_for_them(fleet: Fleet) -> None:
