@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scripts._soak.subjects import Subject
+from vllm_delta.codec import encode_delta
 from vllm_delta.codec.blob import Entry, build_blob, put_uvarint
 
 Mutation = Callable[[random.Random, Subject, Sequence[Subject]], bytes]
@@ -163,6 +164,23 @@ def entries(draw: random.Random, subject: Subject, others: Sequence[Subject]) ->
     return build_blob("delta", subject.schema, lines, sections)
 
 
+def omissions(draw: random.Random, subject: Subject, others: Sequence[Subject]) -> bytes:
+    """A good blob, but of a delta that lacks a tensor, or of another delta."""
+    same = [other.data for other in others if other.schema is subject.schema]
+    if draw.random() < 0.3:
+        return draw.choice(same)
+    changes = list(subject.changes)
+    del changes[draw.randrange(len(changes))]
+    (data,) = encode_delta(
+        subject.schema,
+        changes,
+        codec="hazard",
+        base=subject.base.__getitem__,
+        shards=subject.shards,
+    )
+    return data
+
+
 def _exchanged(draw: random.Random, a: Entry, b: Entry) -> tuple[Entry, Entry]:
     """Two entries that have exchanged all but their tensors, or one field."""
     if draw.random() < 0.5:
@@ -191,5 +209,6 @@ BLOBS: dict[str, Mutation] = {
     "sections": section_splices,
     "directories": directories,
     "entries": entries,
+    "omissions": omissions,
 }
 """What damages blobs, by name."""

@@ -45,6 +45,7 @@ class Subject:
     base: list[order.Unsigned]
     target: list[order.Unsigned]
     changes: list[Change]
+    shards: int
     data: bytes
 
     @cached_property
@@ -106,7 +107,7 @@ def subjects(seed: int) -> list[Subject]:
                     shards=shards,
                 )
                 title = f"{name} {step} {shards}"
-                found.append(Subject(title, schema, versions[step], new, changes, data))
+                found.append(Subject(title, schema, versions[step], new, changes, shards, data))
     taken = {entry.codec for one in found for entry in one.blob.entries}
     assert taken == {RAW, GAP, HAZARD}, taken
     return found
