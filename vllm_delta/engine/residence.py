@@ -23,7 +23,7 @@ from vllm_delta.format import Schema, Version
 from vllm_delta.patch import CpuLanes, Halo, HaloPatch, LackingError, Overlay, Patch, Patcher, Run
 
 _REMEMBERED = 1 << 16
-_KEPT_SHARE = 4
+_KEPT_SHARE = 2
 """An overlay takes at most one part in so many of the bytes of weights that a rank holds."""
 
 
