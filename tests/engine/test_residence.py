@@ -143,6 +143,15 @@ def test_longer_and_shorter_lanes_need_nothing_new(fleet: Fleet) -> None:
     assert fleet.calls.count("delta_read") == 1
 
 
+def test_a_halo_follows_versions_that_were_staged_before_it_came(fleet: Fleet) -> None:
+    """It comes with the second version, of the resident one's bits, and goes with both."""
+    fleet.follow(step(fleet, only="matrix"), step(fleet))
+    assert fleet.runs == [2]
+    assert fleet.calls.count("delta_read") == 1
+    assert fleet.holds()
+    assert halo_is(fleet, fleet.trainer.weights)
+
+
 def test_a_halo_is_of_one_version(fleet: Fleet) -> None:
     """It is not there for any other, whichever way that came about."""
     manifest = step(fleet)
