@@ -51,3 +51,20 @@ def test_a_rollback_restores_every_bit_and_stays(engine: LocalEngine) -> None:
     follow.apply()
     assert engine.digest() == after
     assert follow.status()["state"] == "following"
+
+
+def test_a_batch_that_takes_two_commits_keeps_their_distance(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    """Lanes on top of a version that was too large to keep are decoded once that is resident: the
+    second commit waits for its time, unless somebody commands it."""
+    engine.begin(tmp_path / "spaced", codec="hazard")
+    engine.follow()
+    follow = engine.follow(min_interval_s=1000.0)
+    engine.trainer.step(100.0)
+    engine.trainer.step()
+    assert follow.step()["version"]["number"] == 1
+    assert follow.status()["wait_s"] > 900
+    assert follow.apply()["version"]["number"] == 2
+    final = engine.trainer.save(tmp_path / "final", engine.checkpoint)
+    assert engine.digest() == fresh_digest(final)
