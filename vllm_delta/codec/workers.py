@@ -24,16 +24,23 @@ def run(work: Callable[[Item], Result], items: Iterable[Item], n_threads: int) -
         return [work(item) for item in todo]
     results: list[Result | None] = [None] * len(todo)
     places = iter(range(len(todo)))  # next() on it is atomic
+    failed = False
 
-    def draw(_: int = 0) -> None:
-        for place in places:
-            results[place] = work(todo[place])
+    def draw() -> None:
+        nonlocal failed
+        try:
+            for place in places:
+                if failed:
+                    return
+                results[place] = work(todo[place])
+        except BaseException:
+            failed = True
+            raise
 
     others = [_pool(n_threads - 1).submit(draw) for _ in range(n_threads - 1)]
     try:
         draw()
     finally:
-        places = iter(())
         errors = [error for other in others if (error := other.exception()) is not None]
     if errors:
         raise errors[0]

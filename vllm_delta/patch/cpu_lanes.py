@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from vllm_delta.codec.hazard import Lane, Part
-from vllm_delta.codec.hazard.lanes import decode_lane, in_order, to_indices
+from vllm_delta.codec.hazard.lanes import decode_lane, sort_bands, to_indices
 from vllm_delta.codec.order import SIGNED, UNSIGNED, Signed, Unsigned
 from vllm_delta.patch.places import Run
 
@@ -48,7 +48,8 @@ class CpuLanes:
                 mine = bits[at : at + lane.n_elements]
                 decode_lane(part, lane, mine, indices[some], steps[some])
                 to_indices(indices[some], part.spec, lane)
-        return in_order(indices, steps, part.lanes)
+        sort_bands(indices, steps, part.lanes)
+        return indices, steps
 
 
 def _neighbours(lanes: Sequence[Lane]) -> Iterator[list[Lane]]:

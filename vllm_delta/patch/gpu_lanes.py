@@ -15,7 +15,7 @@ import torch
 
 import vllm_delta_kernels as kernels
 from vllm_delta.codec.hazard import Lane, Part, Tile, tables
-from vllm_delta.codec.hazard.lanes import PROBLEMS, in_order, lane_seed, to_indices
+from vllm_delta.codec.hazard.lanes import PROBLEMS, lane_seed, sort_bands, to_indices
 from vllm_delta.codec.hazard.model import Tables
 from vllm_delta.codec.order import SIGNED, Signed
 from vllm_delta.errors import FormatError
@@ -158,7 +158,9 @@ class _Found:
         if not self._lanes:
             spec = self.part.spec
             return np.empty(0, self.part.index_type), np.empty(0, SIGNED[spec.itemsize])
-        return in_order(np.concatenate(self._indices), np.concatenate(self._steps), self._lanes)
+        indices, steps = np.concatenate(self._indices), np.concatenate(self._steps)
+        sort_bands(indices, steps, self._lanes)
+        return indices, steps
 
 
 class _Batch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,44 +77,35 @@ def encode(pending: Sequence[Pending], tiling: Tiling, n_threads: int) -> list[C
     """
     model, gaps = _measure(pending, n_threads)
     scratch = _Scratch()
+    all_bits = [_lane_bits(one, tiling.max_lane_bits) for one in pending]
     jobs = [
-        (one, place, job)
-        for place, one in enumerate(pending)
-        for job in _lanes(one, _lane_bits(one, tiling.max_lane_bits))
+        (place, lane)
+        for place, (one, lane_bits) in enumerate(zip(pending, all_bits, strict=True))
+        for lane in spans(one.tiles, lane_bits)
     ]
-
-    words = [b""] * len(jobs)
+    coded: list[tuple[int, bytes]] = [(0, b"")] * len(jobs)
 
     def work(which: int) -> None:
-        one, _, job = jobs[which]
-        words[which] = _encode_lane(one, job, model, scratch.mine())
+        place, lane = jobs[which]
+        coded[which] = _encode_lane(pending[place], *lane, model, scratch.mine())
 
     # The longest first, so that no thread is left with one at the end.
-    longest = sorted(range(len(jobs)), key=lambda which: -jobs[which][2].n_elements)
+    longest = sorted(range(len(jobs)), key=lambda which: -jobs[which][1][-1])
     workers.run(work, longest, n_threads)
-    lines = [bytearray([_lane_bits(one, tiling.max_lane_bits) | CUT * one.cut]) for one in pending]
+    lines = [
+        bytearray([lane_bits | CUT * one.cut])
+        for one, lane_bits in zip(pending, all_bits, strict=True)
+    ]
     parts: list[list[bytes]] = [[] for _ in pending]
-    for (_, place, job), data in zip(jobs, words, strict=True):
-        put_uvarint(lines[place], job.positions.size)
-        if data:
+    for (place, _), (n_changes, data) in zip(jobs, coded, strict=True):
+        put_uvarint(lines[place], n_changes)
+        if n_changes:
             put_uvarint(lines[place], len(data) // 4 - 2)
             parts[place].append(data)
     return [
         Coded(one.change.tensor, model, bytes(line), b"".join(part), gap_bytes)
         for one, line, part, gap_bytes in zip(pending, lines, parts, gaps, strict=True)
     ]
-
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """One lane: its seed, its elements before the change, where it changes and by what."""
-
-    tile: Tile
-    number: int
-    start: int
-    n_elements: int
-    positions: Signed
-    steps: Signed
 
 
 def _measure(pending: Sequence[Pending], n_threads: int) -> tuple[Model, list[int]]:
@@ -148,36 +140,28 @@ def _lane_bits(one: Pending, most: int) -> int:
     return max(MIN_LANE_BITS, min(most, (n_elements - 1).bit_length()))
 
 
-def _lanes(one: Pending, lane_bits: int) -> Iterator[_Job]:
-    indices, steps = one.change.indices, one.change.steps
+def _changes(one: Pending, tile: Tile, start: int, n: int) -> tuple[Signed, Signed]:
+    """Where the lane changes, ascending positions in it, and by which steps."""
+    indices, steps, n_cols = one.change.indices, one.change.steps, one.spec.n_cols
     assert indices is not None
     assert steps is not None
-    if len(one.tiles) == 1:
-        split: Callable[[Tile], tuple[Signed, Signed]] = lambda _: (indices, steps)  # noqa: E731
-    else:
-        split = _by_tile(one.spec, indices, steps)
-    seen: Tile | None = None
-    for tile, number, start, n in spans(one.tiles, lane_bits):
-        if tile != seen:
-            seen, (places, some) = tile, split(tile)
-        first, last = np.searchsorted(places, np.array([start, start + n], places.dtype))
-        yield _Job(tile, number, start, n, places[first:last], some[first:last])
+    if tile.n_cols == n_cols:
+        begin = tile.row * n_cols + start
+        first, last = _between(indices, begin, begin + n)
+        return indices[first:last] - indices.dtype.type(begin), steps[first:last]
+    top, bottom = start // tile.n_cols, -(-(start + n) // tile.n_cols)
+    first, last = _between(indices, (tile.row + top) * n_cols, (tile.row + bottom) * n_cols)
+    rows, cols = np.divmod(indices[first:last], indices.dtype.type(n_cols))
+    positions = (rows - tile.row) * tile.n_cols + cols - tile.col - start
+    mine = (cols >= tile.col) & (cols < tile.col + tile.n_cols)
+    mine &= (positions >= 0) & (positions < n)
+    return positions[mine].astype(indices.dtype, copy=False), steps[first:last][mine]
 
 
-def _by_tile(
-    spec: TensorSpec, indices: Signed, steps: Signed
-) -> Callable[[Tile], tuple[Signed, Signed]]:
-    """Gives the changes in a tile: their places in it, ascending, and steps."""
-
-    def split(tile: Tile) -> tuple[Signed, Signed]:
-        bounds = np.array([tile.row, tile.row + tile.n_rows], np.int64) * spec.n_cols
-        first, last = np.searchsorted(indices, bounds.astype(indices.dtype))
-        rows, cols = np.divmod(indices[first:last], indices.dtype.type(spec.n_cols))
-        mine = (cols >= tile.col) & (cols < tile.col + tile.n_cols)
-        places = (rows[mine] - tile.row) * tile.n_cols + cols[mine] - tile.col
-        return places.astype(indices.dtype), steps[first:last][mine]
-
-    return split
+def _between(indices: Signed, begin: int, end: int) -> tuple[int, int]:
+    """Which of the ascending indices are at least `begin` and below `end`."""
+    first = bisect_left(indices, begin)  # not np.searchsorted: it may convert all of them
+    return first, bisect_left(indices, end, first)
 
 
 class _Scratch:
@@ -205,17 +189,21 @@ class _Room:
         self.words = np.empty(n + 2, np.uint32)
 
 
-def _encode_lane(one: Pending, job: _Job, model: Model, room: _Room) -> bytes:
-    if not job.positions.size:
-        return b""
-    bits = elements(one.base, one.spec, job.tile, job.start, job.n_elements)
+def _encode_lane(
+    one: Pending, tile: Tile, number: int, start: int, n: int, model: Model, room: _Room
+) -> tuple[int, bytes]:
+    """The lane's number of changes, and its words."""
+    positions, steps = _changes(one, tile, start, n)
+    if not positions.size:
+        return 0, b""
+    bits = elements(one.base, one.spec, tile, start, n)
     which = model.tables[one.spec.dtype]
     while True:
-        n = loops.encode_lane(
+        n_words = loops.encode_lane(
             bits,
-            job.positions - job.positions.dtype.type(job.start),
-            job.steps,
-            np.uint64(lane_seed(one.change.tensor, job.number)),
+            positions,
+            steps,
+            np.uint64(lane_seed(one.change.tensor, number)),
             which.shift,
             which.rates,
             which.scales,
@@ -226,6 +214,6 @@ def _encode_lane(one: Pending, job: _Job, model: Model, room: _Room) -> bytes:
             room.shares,
             room.words,
         )
-        if n >= 0:
-            return room.words[-n:].astype("<u4").tobytes()
+        if n_words >= 0:
+            return int(positions.size), room.words[-n_words:].astype("<u4").tobytes()
         room.grow(2 * room.n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -122,12 +123,20 @@ def to_indices(positions: Signed, spec: TensorSpec, lane: Lane) -> None:
     positions[:] = (rows + tile.row) * spec.n_cols + cols + tile.col
 
 
-def in_order(indices: Signed, steps: Signed, lanes: Sequence[Lane]) -> tuple[Signed, Signed]:
-    """Indices ascending, as they are unless lanes lie side by side."""
-    if all(lane.tile.n_rows == 1 or lane.tile == lanes[0].tile for lane in lanes):
-        return indices, steps
-    order = np.argsort(indices, kind="stable")
-    return indices[order], steps[order]
+def sort_bands(indices: Signed, steps: Signed, lanes: Iterable[Lane]) -> None:
+    """Put the changes of these lanes, one after the other, in order, in place.
+
+    They are unless lanes lie side by side, which they do within a band of rows.
+    """
+    first = 0
+    for _, some in itertools.groupby(lanes, lambda lane: lane.tile.row):
+        band = list(some)
+        last = first + sum(lane.n_changes for lane in band)
+        if band[0].tile != band[-1].tile:
+            order = np.argsort(indices[first:last], kind="stable")
+            indices[first:last] = indices[first:last][order]
+            steps[first:last] = steps[first:last][order]
+        first = last
 
 
 class HostLanes:
@@ -161,7 +170,9 @@ class HostLanes:
         jobs = [(place, lane) for place, part in enumerate(parts) for lane in part.lanes]
         jobs.sort(key=lambda job: -job[1].n_elements)
         workers.run(work, jobs, self._n_threads)
-        return [in_order(*output, part.lanes) for part, output in zip(parts, outputs, strict=True)]
+        for part, output in zip(parts, outputs, strict=True):
+            sort_bands(*output, part.lanes)
+        return outputs
 
 
 def decode_lane(part: Part, lane: Lane, bits: Unsigned, positions: Signed, steps: Signed) -> None:
