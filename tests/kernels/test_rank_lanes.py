@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.fleet import Builder, Fleet, Trainer, bits_of, random_weights, start
+from tests.engine.fleet import Fleet, Trainer, start
 from tests.engine.harness import forced
+from tests.engine.shards import Builder, bits_of, random_weights
 from tests.kernels.memory import DEVICE
 from vllm_delta.codec import LaneDecoder
 from vllm_delta.codec.hazard import Part
