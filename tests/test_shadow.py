@@ -153,3 +153,39 @@ def test_a_shadow_goes_back_to_a_base_for_a_while_and_comes_forth_again_whatever
         assert not shadow.torn
         assert shadow.fingerprints == after
         np.testing.assert_array_equal(shadow.bits[0], new)
+
+
+def test_diffs_name_each_tensor_that_differs_and_no_other(monkeypatch):
+    """Tensors compared together, in batches and by two threads, change as each does alone."""
+    monkeypatch.setattr("vllm_delta.shadow._BATCH", 1500)
+    rng = np.random.default_rng(7)
+    dtypes = ["BF16", "F32", "I32", "BF16", "F8_E4M3", "BF16", "BF16"]
+    sizes = [1000, 37, 50, 0, 900, 2000, 300]
+    specs = [
+        TensorSpec(f"t{n}", dtype, (size,))
+        for n, (dtype, size) in enumerate(zip(dtypes, sizes, strict=True))
+    ]
+    kinds = {**WIDTHS, "I32": "u4"}
+    old = [
+        rng.integers(0, 200, s.numel).astype(kinds[s.dtype]) if s.numel else np.empty(0, "u2")
+        for s in specs
+    ]
+    new = [bits.copy() for bits in old]
+    for place in (0, 1, 2, 5):
+        new[place][::9] += 1
+    new[4][:800] ^= 1  # more than the limit
+    schema = Schema(tuple(specs))
+    shadow = Shadow(schema, old)
+    alone = [shadow.diff(place, bits, raw_above=0.5) for place, bits in enumerate(new)]
+    together = list(shadow.diffs(iter(new), raw_above=0.5, n_threads=2))
+    assert [change.tensor for change in together] == [0, 1, 2, 4, 5]
+    for change in together:
+        expected = alone[change.tensor]
+        assert (change.touched, change.target) == (expected.touched, expected.target)
+        for mine, theirs in zip(
+            (change.indices, change.steps, change.bits),
+            (expected.indices, expected.steps, expected.bits),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(mine, theirs)
+    assert together[3].bits is not None

@@ -4,6 +4,7 @@ to their fingerprint, in one pass over both."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numba
@@ -12,14 +13,31 @@ import numpy.typing as npt
 
 from vllm_delta.codec import workers
 from vllm_delta.codec.order import SIGNED, Signed, Unsigned
-from vllm_delta.fingerprint import MASK64, mix, odd_key, tensor_seeds
+from vllm_delta.fingerprint import MASK64, U64, mix, odd_key, tensor_seeds
 from vllm_delta.format import TensorSpec
 
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 """Elements that a thread compares at a time; a multiple of the elements in a block of words."""
 _WORD_BYTES = 8
 _BLOCK = 8
 """Words compared together: a cache line."""
+_room = threading.local()
+"""Each thread's places of one chunk, two megabytes, kept: fresh memory costs time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Bits to compare.
+
+    Attributes:
+        old, new: unsigned[numel], flat, contiguous; not modified.
+        most: with more elements that differ, nothing else is found out.
+    """
+
+    spec: TensorSpec
+    old: Unsigned
+    new: Unsigned
+    most: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,48 +60,73 @@ class Difference:
 def difference(
     spec: TensorSpec, old: Unsigned, new: Unsigned, *, most: int, n_threads: int = 1
 ) -> Difference | None:
-    """Compare a tensor's bits; None when more than `most` elements differ.
+    """Compare a tensor's bits; None when more than `most` elements differ. See `differences`."""
+    return differences([Pair(spec, old, new, most)], n_threads)[0]
+
+
+def differences(pairs: Sequence[Pair], n_threads: int = 1) -> list[Difference | None]:
+    """Compare tensors' bits; None for each of which more elements differ than it says.
 
     Memory beside the result: one chunk's changes for each thread.
 
     Args:
-        old, new: unsigned[numel], flat, contiguous; not modified.
         n_threads: threads to use, the calling one included.
     """
-    kind = np.int32 if spec.numel < 1 << 31 else np.int64
-    seeds = [np.uint64(seed) for seed in tensor_seeds(spec.name)]
-    rooms = threading.local()
-    left = most
+    comparisons = [_Comparison(pair) for pair in pairs]
+    jobs = [
+        (comparison, start)
+        for comparison, pair in zip(comparisons, pairs, strict=True)
+        for start in range(0, pair.spec.numel, CHUNK)
+    ]
 
-    def compare(start: int) -> tuple[Signed, Signed, int, int] | None:
-        nonlocal left
-        if left < 0:
-            return None
-        some = slice(start, start + CHUNK)
-        if not hasattr(rooms, "places"):
-            rooms.places = np.empty(min(CHUNK, spec.numel) + _WORD_BYTES, kind)
-        a, b = old[some], new[some]
-        n = _compare(*_aligned(a, b), a, b, rooms.places)
-        left -= n  # a race may only let a few chunks more be compared
-        if left < 0:
-            return None
-        places, steps = rooms.places[:n].copy(), np.empty(n, SIGNED[spec.itemsize])
-        sums = np.zeros(2, np.uint64)
-        _weigh(a, b, start, spec.n_cols, *seeds, places, steps, sums)
-        return places, steps, int(sums[0]), int(sums[1])
+    def compare(job: tuple[_Comparison, int]) -> None:
+        comparison, start = job
+        if not hasattr(_room, "places"):
+            _room.places = np.empty(CHUNK + _WORD_BYTES, np.int32)
+        comparison.compare(start, _room.places)
 
-    found = workers.run(compare, range(0, spec.numel, CHUNK), n_threads)
-    parts = [part for part in found if part is not None]
-    if len(parts) < len(found) or sum(part[0].size for part in parts) > most:
-        return None
-    touched = sum(part[2] for part in parts)
-    after = sum(part[3] for part in parts)
-    return Difference(
-        np.concatenate([np.empty(0, kind), *(part[0] for part in parts)]),
-        np.concatenate([np.empty(0, SIGNED[spec.itemsize]), *(part[1] for part in parts)]),
-        touched & MASK64,
-        (after - touched) & MASK64,
-    )
+    workers.run(compare, jobs, n_threads)
+    return [comparison.finish() for comparison in comparisons]
+
+
+class _Comparison:
+    """One pair, compared chunk by chunk in any order."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._seeds = [np.uint64(seed) for seed in tensor_seeds(pair.spec.name)]
+        self._left = pair.most
+        self._parts: dict[int, tuple[Signed, Signed, U64]] = {}
+        self._kind = np.int32 if pair.spec.numel < 1 << 31 else np.int64
+
+    def compare(self, start: int, room: npt.NDArray[np.int32]) -> None:
+        if self._left < 0:
+            return
+        old = self._pair.old[start : start + CHUNK]
+        new = self._pair.new[start : start + CHUNK]
+        n = _compare(*_aligned(old, new), old, new, room)
+        self._left -= n  # a race may only let a few chunks more be compared
+        if not n or self._left < 0:
+            return
+        indices: Signed = room[:n].astype(self._kind)
+        steps, sums = np.empty(n, SIGNED[old.itemsize]), np.zeros(2, np.uint64)
+        _weigh(old, new, start, self._pair.spec.n_cols, *self._seeds, indices, steps, sums)
+        self._parts[start] = (indices, steps, sums)
+
+    def finish(self) -> Difference | None:
+        parts = [self._parts[start] for start in sorted(self._parts)]
+        if self._left < 0 or sum(part[0].size for part in parts) > self._pair.most:
+            return None
+        touched = sum(int(part[2][0]) for part in parts)
+        after = sum(int(part[2][1]) for part in parts)
+        return Difference(
+            np.concatenate([np.empty(0, self._kind), *(part[0] for part in parts)]),
+            np.concatenate(
+                [np.empty(0, SIGNED[self._pair.old.itemsize]), *(part[1] for part in parts)]
+            ),
+            touched & MASK64,
+            (after - touched) & MASK64,
+        )
 
 
 def _aligned(old: Unsigned, new: Unsigned) -> tuple[npt.NDArray[np.uint64], ...]:

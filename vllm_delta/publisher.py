@@ -224,17 +224,13 @@ class Publisher:
     def _changes(self, costs: Costs, prints: list[int]) -> Iterator[Change]:
         """Every tensor that differs from the shadow, in schema order."""
         mark = time.perf_counter()
-        for tensor, bits in enumerate(self._weights.read()):
-            change = self._shadow.diff(
-                tensor,
-                bits,
-                raw_above=self._settings.replaced_above,
-                n_threads=self._settings.threads,
-            )
-            if change is None:
-                continue
+        settings = self._settings
+        changes = self._shadow.diffs(
+            self._weights.read(), raw_above=settings.replaced_above, n_threads=settings.threads
+        )
+        for change in changes:
             costs.n_changed += self._shadow.n_different(change)
-            prints[tensor] = change.target
+            prints[change.tensor] = change.target
             costs.diff_s += time.perf_counter() - mark
             yield change
             mark = time.perf_counter()

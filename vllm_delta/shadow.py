@@ -11,13 +11,15 @@ import numpy as np
 from vllm_delta.codec import Change, LaneDecoder, decode, gap
 from vllm_delta.codec.blob import BlobKind
 from vllm_delta.codec.order import Unsigned, add_steps
-from vllm_delta.difference import difference
+from vllm_delta.difference import Difference, Pair, differences
 from vllm_delta.errors import DeltaError
 from vllm_delta.fingerprint import MASK64, fingerprint, root
 from vllm_delta.format import Schema, Version
 
 _CHUNK = 1 << 18
 """Elements looked at together where only their number counts."""
+_BATCH = 1 << 23
+"""Elements of small tensors that are compared together."""
 
 
 class Shadow:
@@ -66,17 +68,57 @@ class Shadow:
             raw_above: share of the elements, 0 to 1.
             n_threads: threads to use, the calling one included.
         """
-        spec, old = self.schema.tensors[tensor], self.bits[tensor]
-        if not spec.stepped:
-            return None if np.array_equal(old, new) else self._replacement(tensor, new)
-        most = min(int(raw_above * spec.numel), gap.MAX_CHANGES)
-        found = difference(spec, old, new, most=most, n_threads=n_threads)
+        return self._diffs([(tensor, new)], raw_above, n_threads)[0]
+
+    def diffs(
+        self, tensors: Iterable[Unsigned], *, raw_above: float, n_threads: int = 1
+    ) -> Iterator[Change]:
+        """The changes from the shadow to these tensors, of those that differ: see `diff`.
+
+        Small tensors are compared together, so that several threads have enough to do.
+
+        Args:
+            tensors: unsigned[numel] each, in schema order; each is held until those of about
+                eight million elements are.
+        """
+        batch: list[tuple[int, Unsigned]] = []
+        n_elements = 0
+        for tensor, bits in enumerate(tensors):
+            batch.append((tensor, bits))
+            n_elements += bits.size
+            if n_elements >= _BATCH:
+                yield from filter(None, self._diffs(batch, raw_above, n_threads))
+                batch, n_elements = [], 0
+        yield from filter(None, self._diffs(batch, raw_above, n_threads))
+
+    def _diffs(
+        self, batch: Sequence[tuple[int, Unsigned]], raw_above: float, n_threads: int
+    ) -> list[Change | None]:
+        pairs = []
+        for tensor, new in batch:
+            spec = self.schema.tensors[tensor]
+            if spec.stepped:
+                most = min(int(raw_above * spec.numel), gap.MAX_CHANGES)
+                pairs.append(Pair(spec, self.bits[tensor], new, most))
+        found = iter(differences(pairs, n_threads))
+        return [
+            self._change(tensor, new, next(found))
+            if self.schema.tensors[tensor].stepped
+            else self._replaced(tensor, new)
+            for tensor, new in batch
+        ]
+
+    def _change(self, tensor: int, new: Unsigned, found: Difference | None) -> Change | None:
         if found is None:
             return self._replacement(tensor, new)
         if not found.indices.size:
             return None
         target = (self.fingerprints[tensor] + found.moved) & MASK64
         return Change(tensor, found.indices, found.steps, None, found.touched, target)
+
+    def _replaced(self, tensor: int, new: Unsigned) -> Change | None:
+        equal = np.array_equal(self.bits[tensor], new)
+        return None if equal else self._replacement(tensor, new)
 
     def whole(self, tensor: int) -> Change:
         """The tensor as an anchor holds it; aliases the shadow."""

@@ -70,7 +70,7 @@ class ModelWeights:
     def read(self) -> Iterator[Unsigned]:
         """The tensors' bits of now in schema order: unsigned[numel], flat, contiguous.
 
-        An array may alias the model's memory; it is valid until the next one is asked for.
+        An array may alias the model's memory; it is valid as long as the model does not change.
 
         Raises:
             ModelMismatchError: names, shapes or types are no longer the schema's.

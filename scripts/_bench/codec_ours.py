@@ -26,7 +26,7 @@ class Ours:
         codec: also the coder's name; with the publisher's default settings for it.
         shadow: of the view's base.
         shards: parts into which readers split tensors; more take more tiles (`hazard`).
-        n_threads: threads that code lanes (`hazard`).
+        n_threads: threads that compare tensors and code lanes.
     """
 
     def __init__(
@@ -40,10 +40,9 @@ class Ours:
 
     def changes(self) -> Iterator[Change]:
         """What a publisher finds changed."""
-        for tensor, new in enumerate(self._view.target):
-            change = self._shadow.diff(tensor, new, raw_above=self._raw_above)
-            if change is not None:
-                yield change
+        return self._shadow.diffs(
+            self._view.target, raw_above=self._raw_above, n_threads=self._n_threads
+        )
 
     def code(self, changes: Iterator[Change]) -> list[bytes]:
         """The second half of `encode`: changes to blobs."""

@@ -24,6 +24,8 @@ _CHANGES_IN_LANE = 1 << 12
 which its state, its hash and its line in the directory take 12 bytes."""
 _CHANGES_IN_TILE = 1 << 10
 """A tile holds at least this many changes on average: about one kilobyte of payload."""
+_kept = threading.local()
+"""Each thread's room, as large as a lane has needed: some 15 bytes for each of its symbols."""
 _SAMPLED_ABOVE = 1 << 14
 _STRIDE = 9
 """Of a larger tensor one run of 64 elements in nine is counted."""
@@ -76,7 +78,6 @@ def encode(pending: Sequence[Pending], tiling: Tiling, n_threads: int) -> list[C
     Memory beside the input and the words: one lane's symbols for each thread.
     """
     model, gaps = _measure(pending, n_threads)
-    scratch = _Scratch()
     all_bits = [_lane_bits(one, tiling.max_lane_bits) for one in pending]
     jobs = [
         (place, lane)
@@ -87,7 +88,7 @@ def encode(pending: Sequence[Pending], tiling: Tiling, n_threads: int) -> list[C
 
     def work(which: int) -> None:
         place, lane = jobs[which]
-        coded[which] = _encode_lane(pending[place], *lane, model, scratch.mine())
+        coded[which] = _encode_lane(pending[place], *lane, model)
 
     # The longest first, so that no thread is left with one at the end.
     longest = sorted(range(len(jobs)), key=lambda which: -jobs[which][1][-1])
@@ -164,20 +165,9 @@ def _between(indices: Signed, begin: int, end: int) -> tuple[int, int]:
     return first, bisect_left(indices, end, first)
 
 
-class _Scratch:
-    """Room for one lane's symbols and words, for each thread."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def mine(self) -> _Room:
-        room: _Room | None = getattr(self._local, "room", None)
-        if room is None:
-            room = self._local.room = _Room(1 << 14)
-        return room
-
-
 class _Room:
+    """Room for one lane's symbols and words."""
+
     def __init__(self, n: int) -> None:
         self.grow(n)
 
@@ -190,7 +180,7 @@ class _Room:
 
 
 def _encode_lane(
-    one: Pending, tile: Tile, number: int, start: int, n: int, model: Model, room: _Room
+    one: Pending, tile: Tile, number: int, start: int, n: int, model: Model
 ) -> tuple[int, bytes]:
     """The lane's number of changes, and its words."""
     positions, steps = _changes(one, tile, start, n)
@@ -198,6 +188,9 @@ def _encode_lane(
         return 0, b""
     bits = elements(one.base, one.spec, tile, start, n)
     which = model.tables[one.spec.dtype]
+    if not hasattr(_kept, "room"):
+        _kept.room = _Room(1 << 14)
+    room = _kept.room
     while True:
         n_words = loops.encode_lane(
             bits,
