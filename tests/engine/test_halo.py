@@ -14,6 +14,7 @@ from tests.engine.halves import (
     copy_of,
     halo_is,
     resume,
+    stage_all,
     step,
     two_ranks,
 )
@@ -197,4 +198,27 @@ def test_bits_that_nobody_has_are_an_error(fleet: Fleet, monkeypatch: pytest.Mon
         fleet.follow(manifest)
     monkeypatch.undo()
     fleet.follow(manifest)
+    assert fleet.holds()
+
+
+def test_a_halo_that_came_after_a_replacement_does_not_go_back_with_it(fleet: Fleet) -> None:
+    """What replaces a tensor whole exchanges bits with the halo: it has the old ones only if the
+    halo was there when the weights moved."""
+    first = step(fleet)
+    fleet.follow(first)
+    second = step(fleet)
+    resume(fleet, codec="gap", raw_above=0.0)
+    third = step(fleet)
+    resume(fleet, codec="hazard", shards=2)
+    fourth = step(fleet)
+    fleet.follow(second)
+    stage_all(fleet, third)
+    for rank in fleet.ranks:
+        rank._residence.distrust()
+    fleet.follow(third)
+    fleet.follow(fourth)
+    assert fleet.holds()
+    for _ in range(3):
+        fleet.driver.rollback()
+    fleet.follow(second, third, fourth)
     assert fleet.holds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -13,7 +14,10 @@ Result = TypeVar("Result")
 
 @functools.cache
 def _pool(n_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(n_threads, "vllm_delta_codec")
+    return ThreadPoolExecutor(n_threads, "vllm_delta")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
 
 
 def run(work: Callable[[Item], Result], items: Iterable[Item], n_threads: int) -> Sequence[Result]:
@@ -41,7 +45,9 @@ def run(work: Callable[[Item], Result], items: Iterable[Item], n_threads: int) -
     try:
         draw()
     finally:
-        errors = [error for other in others if (error := other.exception()) is not None]
+        # Nothing is left to draw, so whoever has not begun (others may use the pool) need not.
+        begun = [other for other in others if not other.cancel()]
+        errors = [error for other in begun if (error := other.exception()) is not None]
     if errors:
         raise errors[0]
     return results  # type: ignore[return-value]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_delta.codec import workers
 from vllm_delta.codec.order import SIGNED, UNSIGNED, Unsigned
 from vllm_delta.fingerprint import U64
 from vllm_delta.patch import loops
@@ -37,7 +37,6 @@ class CpuBackend:
     def __init__(self, n_threads: int | None = None) -> None:
         allowed = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MAX_THREADS)
         self.n_threads = allowed if n_threads is None else n_threads
-        self._pool: ThreadPoolExecutor | None = None
         self.device: torch.device | None = None
 
     def warm(self, storages: Iterable[Storage]) -> None:
@@ -102,12 +101,7 @@ class CpuBackend:
         n = max(1, min(self.n_threads, total // _WORTH_A_THREAD, len(work)))
         cuts = [int(np.searchsorted(ends, total * i // n, "right")) for i in range(1, n)]
         parts = [slice(a, b) for a, b in zip([0, *cuts], [*cuts, len(work)], strict=True)]
-        if n > 1 and self._pool is None:
-            self._pool = ThreadPoolExecutor(self.n_threads - 1, "vllm_delta_patch")
-        others = [self._pool.submit(run, part) for part in parts[1:] if self._pool]
-        run(parts[0])
-        for other in others:
-            other.result()
+        workers.run(run, parts, n)
 
 
 class CpuPlan:

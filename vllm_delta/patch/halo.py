@@ -134,6 +134,8 @@ class Halo:
     def _move(self, patch: HaloPatch, here: Version, there: Version, sign: int) -> None:
         for unit, kept in list(self._kept.items()):
             pieces = patch.pieces.get(unit)
+            if pieces is not None and not all(piece.may_go(sign) for piece in pieces):
+                pieces = None  # it was not there when the weights went the other way
             if kept.version == here and pieces is not None:
                 del self._kept[unit]  # nothing half patched stays
                 for piece in pieces:
@@ -148,17 +150,27 @@ class Halo:
         self._kept.clear()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Piece:
-    """Changes of a unit's kept bits: steps at places, or other bits for all of them."""
+    """Changes of a unit's kept bits: steps at places, or other bits for all of them.
+
+    Attributes:
+        swapped: whether `bits` are those of the base, exchanged for the target's.
+    """
 
     places: npt.NDArray[np.int32] | None
     steps: Signed | None
     bits: Unsigned | None
+    swapped: bool = False
+
+    def may_go(self, sign: int) -> bool:
+        """Whether it has what the kept bits become."""
+        return self.bits is None or self.swapped == (sign < 0)
 
     def swap_or_step(self, kept: Unsigned, sign: int) -> None:
         if self.bits is not None:
             kept[...], self.bits[...] = self.bits.copy(), kept.copy()
+            self.swapped = sign > 0
         elif self.steps is not None:
             steps = self.steps if sign > 0 else np.negative(self.steps)
             kept[self.places] = order.add_steps(kept[self.places], steps)
