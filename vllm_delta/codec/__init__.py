@@ -49,7 +49,7 @@ Codec = Literal["gap", "hazard"]
 
 BLOB_BYTES = 64 << 20
 """Where an encoder starts a new blob: a unit of parallel transfer and of memory."""
-_BATCH_CHANGES = 1 << 18
+_BATCH_CHANGES = 1 << 17
 """Changes of small tensors that are decoded together."""
 
 

@@ -60,7 +60,8 @@ class Halo:
 
     @property
     def n_bytes(self) -> int:
-        return sum(kept.bits.nbytes for kept in self._kept.values())
+        """Memory that it takes; any thread may ask."""
+        return sum(kept.bits.nbytes for kept in list(self._kept.values()))
 
     @property
     def units(self) -> tuple[Run, ...]:

@@ -15,7 +15,7 @@ from vllm_delta.codec.change import Change
 from vllm_delta.codec.hazard import loops, tables
 from vllm_delta.codec.hazard.lanes import elements, lane_seed, spans
 from vllm_delta.codec.hazard.model import SHIFTS, Model, Statistics
-from vllm_delta.codec.hazard.tiles import CUT, MIN_LANE_BITS, Tile, Tiling
+from vllm_delta.codec.hazard.tiles import CUT, MIN_LANE_BITS, Tile, Tiles, Tiling
 from vllm_delta.codec.order import Signed, Unsigned
 from vllm_delta.format import TensorSpec
 
@@ -59,7 +59,7 @@ class Pending:
     spec: TensorSpec
     base: Unsigned
     cut: bool
-    tiles: tuple[Tile, ...]
+    tiles: Tiles
 
     @classmethod
     def of(cls, change: Change, base: Unsigned, tiling: Tiling) -> Pending:

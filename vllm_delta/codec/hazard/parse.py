@@ -96,12 +96,11 @@ class _Directory:
         spec = self._tiling.schema.tensors[entry.tensor]
         head = self._reader.byte()
         lane_bits, cut = head & ~CUT, bool(head & CUT)
-        n_tiles = self._tiling.n_tiles(entry.tensor, cut=cut)
-        if not n_tiles or not MIN_LANE_BITS <= lane_bits <= self._tiling.max_lane_bits:
-            raise FormatError("hazard: not a tensor's lanes", name=spec.name, lane_bits=lane_bits)
-        if n_tiles > self._reader.left:
-            raise FormatError("hazard: more tiles than bytes", name=spec.name, n_tiles=n_tiles)
         tiles = self._tiling.tiles(entry.tensor, cut=cut)
+        if not tiles or not MIN_LANE_BITS <= lane_bits <= self._tiling.max_lane_bits:
+            raise FormatError("hazard: not a tensor's lanes", name=spec.name, lane_bits=lane_bits)
+        if len(tiles) > self._reader.left:
+            raise FormatError("hazard: more tiles than bytes", name=spec.name, n_tiles=len(tiles))
         lanes: list[Lane] = []
         n_before = 0
         for tile, number, start, n in spans(tiles, lane_bits):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property, lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from vllm_delta.format import Schema
@@ -31,6 +33,33 @@ class Tile(NamedTuple):
         return self.n_rows * self.n_cols
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """A tensor's tiles in order, each made when it is asked for: there may be many.
+
+    Attributes:
+        n_matrices, n_rows: the tensor is so many matrices of so many rows.
+        row_bands, col_bands: start and length of the parts of each.
+    """
+
+    n_matrices: int
+    n_rows: int
+    row_bands: Sequence[tuple[int, int]]
+    col_bands: Sequence[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return self.n_matrices * len(self.row_bands) * len(self.col_bands)
+
+    def __iter__(self) -> Iterator[Tile]:
+        for matrix in range(self.n_matrices):
+            for row, height in self.row_bands:
+                for col, width in self.col_bands:
+                    yield Tile(matrix * self.n_rows + row, col, height, width)
+
+
+_NONE = Tiles(0, 0, (), ())
+
+
 class Tiling:
     """How a schema's tensors are cut for readers that split them into `shards` parts.
 
@@ -55,28 +84,24 @@ class Tiling:
     def max_lane_bits(self) -> int:
         return MAX_LANE_BITS if self.shards == 1 else MAX_TILED_LANE_BITS
 
-    def tiles(self, tensor: int, *, cut: bool) -> tuple[Tile, ...]:
-        """The tensor's tiles in order; none when it may not be coded so.
+    def tiles(self, tensor: int, *, cut: bool) -> Tiles:
+        """The tensor's tiles; none when it may not be coded so.
 
         Args:
             cut: whether into bands; else it is one tile.
         """
         spec = self.schema.tensors[tensor]
-        if not self.n_tiles(tensor, cut=cut):
-            return ()
-        return _cut(spec.shape, self.shards) if cut else (Tile(0, 0, spec.n_rows, spec.n_cols),)
-
-    def n_tiles(self, tensor: int, *, cut: bool) -> int:
-        """How many tiles those are: known before there is memory for them."""
-        spec = self.schema.tensors[tensor]
         if not spec.stepped or spec.numel == 0:
-            return 0
+            return _NONE
         if not cut:
-            return int(self.shards == 1 or tensor in self._whole)
+            whole = self.shards == 1 or tensor in self._whole
+            return Tiles(1, spec.n_rows, [(0, spec.n_rows)], [(0, spec.n_cols)]) if whole else _NONE
         if self.shards == 1 or len(spec.shape) < 2:
-            return 0
+            return _NONE
         *outer, n_rows, n_cols = spec.shape
-        return math.prod(outer) * len(bands(n_rows, self.shards)) * len(bands(n_cols, self.shards))
+        return Tiles(
+            math.prod(outer), n_rows, bands(n_rows, self.shards), bands(n_cols, self.shards)
+        )
 
     @cached_property
     def _whole(self) -> frozenset[int]:
@@ -90,17 +115,6 @@ class Tiling:
                 break
             kept.append(tensor)
         return frozenset(kept)
-
-
-@lru_cache(maxsize=4096)
-def _cut(shape: tuple[int, ...], shards: int) -> tuple[Tile, ...]:
-    *outer, n_rows, n_cols = shape
-    return tuple(
-        Tile(matrix * n_rows + row, col, height, width)
-        for matrix in range(math.prod(outer))
-        for row, height in bands(n_rows, shards)
-        for col, width in bands(n_cols, shards)
-    )
 
 
 def bands(n: int, shards: int) -> list[tuple[int, int]]:
