@@ -20,7 +20,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     codec.add_argument("--seed", type=int, default=0)
     codec.add_argument("--first", type=_count, default=0, metavar="K", help="number to begin with")
     codec.add_argument("--json", type=Path, metavar="FILE", help="also write the counts to this")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"there is no directory for {options.json}")
+    return options
 
 
 def _count(text: str) -> int:

@@ -92,6 +92,19 @@ def test_the_choice_is_never_far_from_the_smallest(dtype: str, size: float) -> N
     assert len(smallest(some)) <= min(alternatives(some).values()) + 128
 
 
+def test_many_small_matrices_are_not_cut() -> None:
+    """A tile holds enough changes on average, over all matrices of a tensor."""
+    for shape, expected in (((512, 16, 3, 3), blob.GAP), ((8, 96, 96), blob.HAZARD)):
+        some = delta([TensorSpec("w", "BF16", shape)], 30, 3)
+        assert some.changes[0].nnz >= 8 << 12
+        (data,) = codec.encode_delta(
+            some.schema, some.changes, codec="hazard", base=some.bits, shards=2
+        )
+        assert [entry.codec for entry in codec.parse_blob(data, some.schema, "delta").entries] == [
+            expected
+        ]
+
+
 def test_one_blob_mixes_codecs() -> None:
     """Tensor by tensor; what has no steps is always whole."""
     ones = [a_real_one(), an_even_one(), a_reset_one()]

@@ -65,10 +65,9 @@ class Pending:
     def of(cls, change: Change, base: Unsigned, tiling: Tiling) -> Pending:
         """The change in tiles: cut into bands where each can be expected to hold enough."""
         spec = tiling.schema.tensors[change.tensor]
-        if change.nnz >= _CHANGES_IN_TILE * tiling.shards**2:
-            tiles = tiling.tiles(change.tensor, cut=True)
-            if tiles:
-                return cls(change, spec, base, True, tiles)
+        bands = tiling.tiles(change.tensor, cut=True)
+        if bands and change.nnz >= _CHANGES_IN_TILE * len(bands):
+            return cls(change, spec, base, True, bands)
         return cls(change, spec, base, False, tiling.tiles(change.tensor, cut=False))
 
 
