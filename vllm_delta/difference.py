@@ -57,13 +57,6 @@ class Difference:
     moved: int
 
 
-def difference(
-    spec: TensorSpec, old: Unsigned, new: Unsigned, *, most: int, n_threads: int = 1
-) -> Difference | None:
-    """Compare a tensor's bits; None when more than `most` elements differ. See `differences`."""
-    return differences([Pair(spec, old, new, most)], n_threads)[0]
-
-
 def differences(pairs: Sequence[Pair], n_threads: int = 1) -> list[Difference | None]:
     """Compare tensors' bits; None for each of which more elements differ than it says.
 

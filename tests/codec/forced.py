@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -16,6 +17,18 @@ from vllm_delta.format import Schema
 Base = Callable[[int], Unsigned]
 
 
+@contextlib.contextmanager
+def forced(*, changes_in_tile: int = 1, changes_in_lane: int = 8) -> Iterator[None]:
+    """Tiny tensors are coded as large ones are: by hazard wherever it may be, tiles and lanes
+    short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_WORTH_GAP", 1 << 60)
+        patch.setattr(writer, "_or_raw", lambda item, _: item)
+        patch.setattr(encoder, "_CHANGES_IN_TILE", changes_in_tile)
+        patch.setattr(encoder, "_CHANGES_IN_LANE", changes_in_lane)
+        yield
+
+
 def encode(
     schema: Schema,
     changes: Sequence[Change],
@@ -27,11 +40,7 @@ def encode(
     changes_in_lane: int = encoder._CHANGES_IN_LANE,
 ) -> bytes:
     """One blob; by gap only what hazard may not code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_WORTH_GAP", 1 << 60)
-        patch.setattr(writer, "_or_raw", lambda item, _: item)
-        patch.setattr(encoder, "_CHANGES_IN_TILE", changes_in_tile)
-        patch.setattr(encoder, "_CHANGES_IN_LANE", changes_in_lane)
+    with forced(changes_in_tile=changes_in_tile, changes_in_lane=changes_in_lane):
         (data,) = codec.encode_delta(
             schema, changes, codec="hazard", base=base, shards=shards, n_threads=n_threads
         )

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.codec.forced import forced
 from tests.engine.fleet import Fleet, Trainer, start
-from tests.engine.harness import forced
 from tests.engine.shards import Builder, Weights, bits_of, random_weights
 from vllm_delta import Publisher
 from vllm_delta.format import Manifest

@@ -19,13 +19,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.codec.forced import forced
 from vllm_delta import Publisher, Reference
-from vllm_delta.codec import Codec, writer
-from vllm_delta.codec.hazard import encoder
+from vllm_delta.codec import Codec
 from vllm_delta.engine.settings import Settings
 from vllm_delta.publisher import PublisherSettings
 
@@ -39,18 +38,6 @@ ARGUMENTS: dict[str, Any] = {
 }
 PROMPT = "the quick brown fox jumps over the lazy dog a delta of weights " * 3
 PROMPTS = ("the quick brown fox", PROMPT, "a delta of weights", "lazy dog jumps over the fox")
-
-
-@contextlib.contextmanager
-def forced(*, changes_in_tile: int = 1, changes_in_lane: int = 8) -> Iterator[None]:
-    """Tiny tensors are coded as large ones are: by hazard wherever it may be, tiles and lanes
-    short."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_WORTH_GAP", 1 << 60)
-        patch.setattr(writer, "_or_raw", lambda item, _: item)
-        patch.setattr(encoder, "_CHANGES_IN_TILE", changes_in_tile)
-        patch.setattr(encoder, "_CHANGES_IN_LANE", changes_in_lane)
-        yield
 
 
 class Trainer:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.codec.forced import forced
 from tests.engine.fleet import Fleet, Trainer, start
-from tests.engine.harness import forced
 from tests.engine.shards import Builder, random_weights
 from vllm_delta import codec
 from vllm_delta.codec.hazard import parse_parts

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.codec.forced import forced
 from tests.engine.fleet import Fleet, Trainer, start
-from tests.engine.harness import forced
 from tests.engine.shards import Builder, bits_of, random_weights
 from tests.kernels.memory import DEVICE
 from vllm_delta.codec import LaneDecoder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from vllm_delta.codec.hazard.encoder import Coded, Pending, encode
 from vllm_delta.codec.hazard.lanes import HostLanes, Lane, LaneDecoder, Part
-from vllm_delta.codec.hazard.parse import MAX_CHANGES, parse_parts, shards_of
+from vllm_delta.codec.hazard.parse import MAX_CHANGES, parse_parts
 from vllm_delta.codec.hazard.tiles import Tile, Tiling
 
 __all__ = [
@@ -23,5 +23,4 @@ __all__ = [
     "Tiling",
     "encode",
     "parse_parts",
-    "shards_of",
 ]

@@ -13,7 +13,7 @@ _LOW_STATE = np.uint64(1 << 31)
 _MULTIPLIER = np.uint64(0x9FB21C651E98DF25)
 _TOTAL = 1 << 24
 
-OK, SHORT, BAD_STATE, TOO_FEW, BAD_STEP, BAD_END, FULL = range(7)
+OK, SHORT, BAD_STATE, TOO_FEW, BAD_STEP, BAD_END = range(6)
 
 
 @numba.njit(inline="always")

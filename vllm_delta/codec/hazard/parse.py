@@ -52,24 +52,12 @@ def parse_parts(
     return parts
 
 
-def shards_of(sections: Mapping[int, memoryview]) -> int | None:
-    """The number of shards that a blob is tiled for; None without `hazard` entries."""
-    if HAZARD_MODELS not in sections:
-        return None
-    return _shards(ByteReader(sections[HAZARD_MODELS], "hazard"))
-
-
-def _shards(reader: ByteReader) -> int:
-    shards = reader.uvarint()
-    if not 1 <= shards <= MAX_SHARDS:
-        raise FormatError("hazard: not a number of shards", n_shards=shards)
-    return shards
-
-
 def _models(data: memoryview, entries: Sequence[Entry], schema: Schema) -> tuple[int, list[Tables]]:
     """Number of shards, and the tables of each entry."""
     reader = ByteReader(data, "hazard")
-    shards = _shards(reader)
+    shards = reader.uvarint()
+    if not 1 <= shards <= MAX_SHARDS:
+        raise FormatError("hazard: not a number of shards", n_shards=shards)
     tables: list[Tables] = []
     while not reader.at_end:
         n = reader.uvarint()
