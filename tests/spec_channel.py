@@ -73,8 +73,8 @@ class Channel:
             kind,
             base=base,
             target=Version(number, root(self.schema, prints)),
-            blobs=[self.log.put_blob(blob) for blob in blobs],
-            schema=self.log.put_blob(self.schema.to_bytes()),
+            blobs=self.log.put_blobs(list(blobs)),
+            schema=self.log.put_schema(self.schema.to_bytes()),
             reference=reference,
         )
 

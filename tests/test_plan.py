@@ -106,7 +106,7 @@ def test_what_lies_below_the_low_water_mark_is_no_way():
     channel.log.append(
         "anchor",
         target=SPEC.version(1),
-        blobs=[channel.log.put_blob(b) for b in anchor_blobs(channel)],
+        blobs=channel.log.put_blobs(anchor_blobs(channel)),
         low=4,
     )
     subscriber = channel.subscriber()
@@ -281,7 +281,7 @@ def test_a_merged_delta_leads_on_from_a_version_whose_own_records_are_no_longer_
     for _ in range(4):
         channel.delta()
     channel.merged(1)
-    blobs = [channel.log.put_blob(blob) for blob in anchor_blobs(channel)]
+    blobs = channel.log.put_blobs(anchor_blobs(channel))
     seq = channel.log.position.seq
     channel.log.append("anchor", target=SPEC.version(4), blobs=blobs, low=seq)
     subscriber = channel.subscriber()
@@ -341,7 +341,7 @@ def test_nothing_is_read_below_the_low_water_mark():
     channel = Channel()
     for _ in range(20):
         channel.delta()
-    blobs = [channel.log.put_blob(blob) for blob in anchor_blobs(channel)]
+    blobs = channel.log.put_blobs(anchor_blobs(channel))
     for low in (channel.log.position.seq + 1, None):
         channel.log.append("anchor", target=SPEC.version(20), blobs=blobs, low=low)
     store = Counting(channel.store)

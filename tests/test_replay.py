@@ -21,7 +21,6 @@ from vllm_delta.format import (
     BlobRef,
     Reference,
     Version,
-    digest,
 )
 from vllm_delta.replay import replay
 from vllm_delta.shadow import Shadow
@@ -94,8 +93,8 @@ def lie_about_the_kind(channel: Channel) -> None:
 
 def lie_about_size(channel: Channel) -> None:
     blob = b"".join(encode_delta(channel.schema, channel.changes(1)))
-    channel.log.put_blob(blob)
-    ref = BlobRef(digest(blob), len(blob) - 1)
+    ref = channel.log.put_blob(blob)
+    ref = BlobRef(ref.sha256, ref.n_bytes - 1)
     channel.log.append("delta", target=Version(1, "1" * 64), blobs=[ref])
 
 

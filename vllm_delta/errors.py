@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 Action = Literal["fix", "retry", "refetch", "reseed", "upgrade", "stop", "restart"]
@@ -83,6 +84,10 @@ class ChainError(DeltaError):
     action = "reseed"
 
 
+class SignatureError(ChainError):
+    """A manifest without a signature by a trusted key."""
+
+
 class BaseMismatchError(DeltaError):
     """The weights that a delta was made for are not the ones at hand."""
 
@@ -107,6 +112,10 @@ class ChannelError(DeltaError):
     action = "retry"
 
 
+class RateLimitError(ChannelError):
+    """The store asks for fewer requests; `retry_after_s`, where given, says how long to wait."""
+
+
 class ChannelFullError(DeltaError):
     """The store has no room left."""
 
@@ -123,6 +132,14 @@ class SettingsError(DeltaError):
     """A setting that makes no sense."""
 
     action = "fix"
+
+
+class AuthError(SettingsError):
+    """The store does not let us in: no credentials, expired ones, or ones without the right."""
+
+
+class NotFoundError(SettingsError):
+    """The bucket or container of a channel's address does not exist."""
 
 
 class EngineError(DeltaError):
@@ -142,5 +159,11 @@ def _plain(value: Any) -> Any:
 
 
 def _restore(kind: str, message: str, facts: dict[str, Any]) -> DeltaError:
-    known = {cls.__name__: cls for cls in DeltaError.__subclasses__()}
+    known = {cls.__name__: cls for cls in _kinds(DeltaError)}
     return known.get(kind, DeltaError)(message, **facts)
+
+
+def _kinds(cls: type[DeltaError]) -> Iterator[type[DeltaError]]:
+    for kind in cls.__subclasses__():
+        yield kind
+        yield from _kinds(kind)

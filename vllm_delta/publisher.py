@@ -15,7 +15,7 @@ from typing import Literal, Self
 import numpy as np
 import torch
 
-from vllm_delta.channel import Log, Record, Store, open_channel
+from vllm_delta.channel import NO_KEYS, Keys, Log, Record, Store, open_channel
 from vllm_delta.codec import Change
 from vllm_delta.coding import Coder
 from vllm_delta.commit import Commit, Costs, PublisherSettings
@@ -29,7 +29,7 @@ from vllm_delta.errors import (
 )
 from vllm_delta.events import Claimed, Failed, Hook, Published, emit
 from vllm_delta.fingerprint import root
-from vllm_delta.format import BlobRef, Manifest, Reference, Version, parse_schema
+from vllm_delta.format import Manifest, Reference, Version, parse_schema
 from vllm_delta.merge import History, Segment
 from vllm_delta.shadow import Shadow
 from vllm_delta.weights import Model, ModelWeights, mismatch
@@ -41,6 +41,10 @@ _BROKEN = (ChainError, DigestError, FormatError, UnsupportedError)
 
 _HISTORY_SHARE = 0.5
 """Of an anchor's bytes: with more deltas kept for merging, an anchor is the better way for most."""
+
+
+_BATCH_BYTES = 128 << 20
+"""Blobs are written together until they hold so many."""
 
 
 class Publisher:
@@ -65,6 +69,7 @@ class Publisher:
         dtype: the checkpoint's type where the model holds masters; see `ModelWeights`.
         reference: the public checkpoint that the model is at the start of the channel: version 0
             then holds fingerprints only.
+        keys: sign what is published, and seal it; see `docs/operations.md`.
         hooks: called with every event, on the caller's thread.
         clock: seconds since the epoch, for manifests.
 
@@ -80,13 +85,14 @@ class Publisher:
         dtype: torch.dtype | None = None,
         reference: Reference | None = None,
         settings: PublisherSettings | None = None,
+        keys: Keys = NO_KEYS,
         hooks: Iterable[Hook] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings or PublisherSettings()
         self._hooks = tuple(hooks)
         store = open_channel(channel) if isinstance(channel, (str, Path)) else channel
-        self._log = Log(store, clock=clock)
+        self._log = Log(store, keys=keys, clock=clock)
         self._writer = f"{socket.gethostname()[:64]}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
         self._weights = ModelWeights(model, dtype)
         self.schema = self._weights.schema
@@ -174,9 +180,11 @@ class Publisher:
                 self._publish_anchor(standing, self._original(reference, standing))
 
     def _check_schema(self, manifest: Manifest) -> None:
-        ref = manifest.schema
-        if ref is not None and ref.sha256 != self.schema.digest:
-            theirs = parse_schema(self._log.get_blob(ref))
+        if manifest.schema is None or manifest.schema.sha256 == self.schema.digest:
+            return
+        # A sealed schema has another digest than its content.
+        theirs = parse_schema(self._log.get_schema(manifest))
+        if theirs != self.schema:
             raise mismatch(expected=theirs, actual=self.schema)
 
     def _original(self, reference: Reference | None, target: Version) -> Reference | None:
@@ -213,9 +221,7 @@ class Publisher:
         costs = Costs()
         commit = Commit("delta", self._version, base=self._version)
         prints = list(self._shadow.fingerprints)
-        for blob in self._coder.delta(self._changes(costs, prints)):
-            commit.refs.append(self._put(blob, costs))
-            commit.blobs.append(blob)
+        self._upload(commit, self._coder.delta(self._changes(costs, prints)), costs, keep=True)
         if not commit.refs:
             return self._published("none", self._log.position, costs)
         commit.target = Version(self._version.number + 1, root(self.schema, prints))
@@ -248,23 +254,40 @@ class Publisher:
             return
         costs.n_changed = merged.n_changed
         commit = Commit("merged", self._version, base=merged.base, merged=merged)
-        commit.refs += [self._put(blob, costs) for blob in blobs]
+        self._upload(commit, blobs, costs)
         self._published("merged", self._commit(commit, costs), costs)
 
     def _publish_anchor(self, target: Version, reference: Reference | None) -> Published:
         costs = Costs()
         commit = Commit("anchor", target, reference=reference)
-        commit.schema = self._put(self.schema.to_bytes(), costs)
-        for blob in self._coder.anchor() if reference is None else self._coder.reference():
-            commit.refs.append(self._put(blob, costs))
+        mark = time.perf_counter()
+        commit.schema = self._log.put_schema(self.schema.to_bytes())
+        costs.payload_bytes += commit.schema.n_bytes
+        costs.upload_s += time.perf_counter() - mark
+        blobs = self._coder.anchor() if reference is None else self._coder.reference()
+        self._upload(commit, blobs, costs)
         return self._published("anchor", self._commit(commit, costs), costs)
 
-    def _put(self, data: bytes, costs: Costs) -> BlobRef:
+    def _upload(
+        self, commit: Commit, blobs: Iterable[bytes], costs: Costs, *, keep: bool = False
+    ) -> None:
+        """Write a record's blobs as they come, several at a time."""
+        waiting: list[bytes] = []
+        for blob in blobs:
+            waiting.append(blob)
+            if keep:
+                commit.blobs.append(blob)
+            if sum(map(len, waiting)) >= _BATCH_BYTES:
+                self._put(commit, waiting, costs)
+                waiting = []
+        self._put(commit, waiting, costs)
+
+    def _put(self, commit: Commit, blobs: Sequence[bytes], costs: Costs) -> None:
         mark = time.perf_counter()
-        ref = self._log.put_blob(data)
-        costs.payload_bytes += len(data)
+        refs = self._log.put_blobs(blobs, place=len(commit.refs))
+        commit.refs += refs
+        costs.payload_bytes += sum(ref.n_bytes for ref in refs)
         costs.upload_s += time.perf_counter() - mark
-        return ref
 
     def _commit(self, commit: Commit, costs: Costs) -> Record:
         mark = time.perf_counter()

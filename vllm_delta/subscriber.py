@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_delta.channel import LogReader, Record, Store, open_channel, verify_link
+from vllm_delta.channel import NO_KEYS, Keys, LogReader, Record, Store, open_channel, verify_link
 from vllm_delta.codec import Change, LaneDecoder, decode
 from vllm_delta.codec.blob import Entry, parse_blob
 from vllm_delta.errors import (
@@ -21,7 +22,7 @@ from vllm_delta.errors import (
 )
 from vllm_delta.events import Fetched, Hook, emit
 from vllm_delta.fingerprint import root
-from vllm_delta.format import BlobRef, Manifest, Schema, Version, parse_schema
+from vllm_delta.format import Manifest, Schema, Version, parse_schema
 from vllm_delta.plan import cheapest, within_reach
 from vllm_delta.replay import replay
 
@@ -45,6 +46,7 @@ class Subscriber:
 
     Args:
         channel: a directory or URL, or an open store.
+        keys: what manifests must be signed and blobs sealed with.
         hooks: called with every event, on the caller's thread.
         timer: seconds that only go forward, for how long things take.
         n_threads: threads that `materialise` decodes with.
@@ -54,12 +56,13 @@ class Subscriber:
         self,
         channel: str | Path | Store,
         *,
+        keys: Keys = NO_KEYS,
         hooks: Iterable[Hook] = (),
         timer: Callable[[], float] = time.perf_counter,
         n_threads: int = 1,
     ) -> None:
         store = open_channel(channel) if isinstance(channel, (str, Path)) else channel
-        self._log = LogReader(store)
+        self._log = LogReader(store, keys=keys)
         self._hooks = tuple(hooks)
         self._timer = timer
         self._n_threads = n_threads
@@ -93,7 +96,7 @@ class Subscriber:
             manifest = self.newest_manifest
             if manifest is None or manifest.schema is None:
                 raise ChannelError("nothing is published on the channel yet")
-            self._schema = parse_schema(self._blob(manifest.schema))
+            self._schema = parse_schema(_twice(lambda: self._log.get_schema(manifest)))
         return self._schema
 
     def refresh(self) -> list[Manifest]:
@@ -215,7 +218,7 @@ class Subscriber:
             DigestError: a blob is missing, or its size or digest is not the manifest's.
         """
         started = self._timer()
-        blobs = [self._blob(ref) for ref in manifest.blobs]
+        blobs = list(self._blobs(manifest))
         if manifest.target is not None:
             seconds = self._timer() - started
             emit(self._hooks, Fetched(manifest.target, manifest.payload_bytes, seconds))
@@ -240,7 +243,7 @@ class Subscriber:
         if kind == "delta":
             blobs = self.fetch(manifest)
         else:
-            blobs = map(self._blob, manifest.blobs)
+            blobs = self._blobs(manifest)
         targets: list[int] = []
         before = -1
         for blob in blobs:
@@ -265,8 +268,8 @@ class Subscriber:
             DigestError, FormatError, UnsupportedError: the blobs cannot be used.
         """
         kind = manifest.content
-        for ref in manifest.blobs:
-            yield from parse_blob(self._blob(ref), self.schema, kind).entries
+        for blob in self._blobs(manifest):
+            yield from parse_blob(blob, self.schema, kind).entries
 
     def materialise(
         self, number: int | None = None, *, base: Mapping[str, Unsigned] | None = None
@@ -378,11 +381,17 @@ class Subscriber:
         usable = (manifest for manifest in self._held() if manifest.seq not in without)
         return cheapest(usable, goal, resident, reference_bytes)
 
-    def _blob(self, ref: BlobRef) -> bytes:
-        try:
-            return self._log.get_blob(ref)
-        except DigestError:
-            return self._log.get_blob(ref)
+    def _blobs(self, manifest: Manifest) -> Iterator[bytes]:
+        for place in range(len(manifest.blobs)):
+            yield _twice(partial(self._log.get_blob, manifest, place))
+
+
+def _twice(fetch: Callable[[], bytes]) -> bytes:
+    """Ask once more for what came damaged."""
+    try:
+        return fetch()
+    except DigestError:
+        return fetch()
 
 
 def _replaces(old: Manifest, new: Manifest) -> bool:

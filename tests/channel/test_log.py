@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -76,7 +78,7 @@ def test_an_anchor_by_reference_is_restated_by_the_fence_without_it() -> None:
         "anchor",
         target=Version(0, "0" * 64),
         blobs=[log.put_blob(b"fingerprints")],
-        schema=log.put_blob(b"schema"),
+        schema=log.put_schema(b"schema"),
         reference=reference,
     )
     assert log.tail() == record
@@ -243,44 +245,82 @@ def test_a_trainer_does_not_build_on_a_store_that_lost_its_record(loss: str) -> 
     assert store.list("m/") == before
 
 
+def with_blob(log: Log, data: bytes) -> Manifest:
+    """A manifest, as a reader would have it, that names one blob of these bytes."""
+    begin(log, 1)
+    ref = log.put_blob(data, shard=3)
+    assert log.position is not None
+    assert ref.shard == 3
+    before = log.position.manifest
+    return dataclasses.replace(before, seq=before.seq + 1, blobs=(ref,))
+
+
 def test_a_blob_is_checked_in_size_and_digest() -> None:
     log = Log(MemoryStore())
-    ref = log.put_blob(b"payload", shard=3)
-    assert ref == BlobRef(digest(b"payload"), 7, 3)
-    assert log.get_blob(ref) == b"payload"
+    manifest = with_blob(log, b"payload")
+    (ref,) = manifest.blobs
+    key = blob_key(ref.sha256)
+    stored = log.store.get(key, max_bytes=100)
+    assert stored is not None
+    assert stored.startswith(b"payload")
+    assert ref == BlobRef(digest(stored), len(stored), 3)
+    assert log.get_blob(manifest, 0) == b"payload"
     for damaged, message in (
         (b"", "wrong size"),
-        (b"payloa", "wrong size"),
-        (b"payload!", "too large"),
-        (b"pAyload", "wrong digest"),
+        (stored[:-1], "wrong size"),
+        (stored + b"!", "too large"),
+        (b"P" + stored[1:], "wrong digest"),
     ):
-        log.store.put(blob_key(ref.sha256), damaged)
+        log.store.put(key, damaged)
         with pytest.raises(DigestError, match=message) as caught:
-            log.get_blob(ref)
-        assert caught.value.key == blob_key(ref.sha256)
-    log.store.delete([blob_key(ref.sha256)])
+            log.get_blob(manifest, 0)
+        assert caught.value.key == key
+    log.store.delete([key])
     with pytest.raises(DigestError, match="missing"):
-        log.get_blob(ref)
+        log.get_blob(manifest, 0)
 
 
-def test_writing_a_blob_again_repairs_a_damaged_one() -> None:
+def test_no_two_writes_of_a_blob_are_of_one_object() -> None:
+    """So that a delete sent long ago cannot hit what was written since."""
     log = Log(MemoryStore())
-    ref = log.put_blob(b"payload")
-    log.store.put(blob_key(ref.sha256), b"damaged")
-    assert log.put_blob(b"payload") == ref
-    assert log.get_blob(ref) == b"payload"
+    first, second = with_blob(log, b"payload"), log.put_blob(b"payload")
+    assert first.blobs[0].sha256 != second.sha256
+    log.store.delete([blob_key(second.sha256)])
+    assert log.get_blob(first, 0) == b"payload"
+
+
+def test_a_large_blob_comes_in_pieces_and_is_checked_all_the_same() -> None:
+    class Pieces(MemoryStore):
+        def stream(self, key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes] | None:
+            data = self.get(key, max_bytes=max_bytes)
+            assert data is not None
+            return (data[place : place + (1 << 20)] for place in range(start, len(data), 1 << 20))
+
+    log = Log(Pieces())
+    data = random.Random(0).randbytes(5_000_000)
+    manifest = with_blob(log, data)
+    assert log.get_blob(manifest, 0) == data
+    key = blob_key(manifest.blobs[0].sha256)
+    stored = log.store.get(key, max_bytes=6_000_000)
+    assert stored is not None
+    log.store.put(key, stored[:-9] + bytes([stored[-9] ^ 1]) + stored[-8:])
+    with pytest.raises(DigestError, match="wrong digest"):
+        log.get_blob(manifest, 0)
 
 
 def test_blobs_have_a_least_and_a_most_size() -> None:
     log = Log(MemoryStore())
+    with pytest.raises(ValueError, match="at least 1"):
+        log.put_blob(b"")
+    with pytest.raises(ValueError, match="1 to"):
+        log.put_schema(b"")
 
     class Huge(bytes):
         def __len__(self) -> int:
             return MAX_BLOB_BYTES + 1
 
-    for data in (b"", Huge()):
-        with pytest.raises(ValueError, match="1 to"):
-            log.put_blob(data)
+    with pytest.raises(ValueError, match="1 to"):
+        log.put_schema(Huge())
 
 
 def test_a_manifest_s_own_claims_do_not_size_the_read() -> None:
@@ -294,11 +334,10 @@ def test_a_manifest_s_own_claims_do_not_size_the_read() -> None:
             return super().get(key, max_bytes=max_bytes)
 
     log = Log(Bounded())
-    begin(log, 1)
+    manifest = with_blob(log, b"12345")
     assert max(log.store.asked) <= 2 << 20
-    ref = log.put_blob(b"12345")
-    log.get_blob(ref)
-    assert log.store.asked[-1] == 5
+    log.get_blob(manifest, 0)
+    assert log.store.asked[-1] == manifest.blobs[0].n_bytes
 
 
 def test_manifests_are_immutable_objects() -> None:

@@ -229,8 +229,8 @@ class Channel(RuleBasedStateMachine):
         for seq in range(len(self.log) + 1, len(self.store.landed) + 1):
             record = parse_record(self.store.landed[seq - 1], seq)
             verify_link(self.log[-1] if self.log else None, record)
-            for ref in record.manifest.blobs:
-                log.get_blob(ref)
+            for place in range(len(record.manifest.blobs)):
+                log.get_blob(record.manifest, place)
             self.log.append(record)
 
     def teardown(self) -> None:

@@ -8,13 +8,24 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from vllm_delta.channel.chain import Record, verify_link
+from vllm_delta.channel.keys import NO_KEYS, Keys
 from vllm_delta.channel.local import LocalStore
 from vllm_delta.channel.log import Log
 from vllm_delta.channel.reader import LogReader
 from vllm_delta.channel.store import Store
 from vllm_delta.errors import SettingsError
 
-__all__ = ["LocalStore", "Log", "LogReader", "Record", "Store", "open_channel", "verify_link"]
+__all__ = [
+    "NO_KEYS",
+    "Keys",
+    "LocalStore",
+    "Log",
+    "LogReader",
+    "Record",
+    "Store",
+    "open_channel",
+    "verify_link",
+]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
 _SUPPORTED = "a directory's path or a file:// URL"

@@ -6,45 +6,54 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_delta.errors import ChainError, FormatError, UnsupportedError
+from vllm_delta.channel.keys import NO_KEYS, Keys
+from vllm_delta.errors import ChainError, FormatError, SignatureError, UnsupportedError
 from vllm_delta.format import (
     NO_PARENT,
     Manifest,
     digest,
     manifest_key,
-    open_envelope,
     parse_manifest,
     seal,
+    unseal,
 )
 
 
 @dataclass(frozen=True)
 class Record:
-    """A manifest as it stands in the log: its envelope's bytes and their sha256."""
+    """A manifest as it stands in the log: its envelope's bytes and their sha256.
+
+    Attributes:
+        signer: id of the trusted key that signed it; None where none is required.
+    """
 
     manifest: Manifest
     envelope: bytes = field(repr=False)
     digest: str
+    signer: str | None = None
 
     @property
     def seq(self) -> int:
         return self.manifest.seq
 
 
-def parse_record(envelope: bytes, seq: int) -> Record:
+def parse_record(envelope: bytes, seq: int, keys: Keys = NO_KEYS) -> Record:
     """Parse the envelope found under the key of `seq`.
 
     Raises:
         FormatError, UnsupportedError: the bytes are not a manifest this release can read.
+        SignatureError: no trusted key signed it, and one has to.
         ChainError: the manifest names another place in the log.
     """
     try:
-        manifest = parse_manifest(open_envelope(envelope))
-    except (FormatError, UnsupportedError) as error:
+        payload, signatures = unseal(envelope)
+        signer = keys.verify(payload, signatures)
+        manifest = parse_manifest(payload)
+    except (FormatError, SignatureError, UnsupportedError) as error:
         raise type(error)(error.message, **{**error.facts, "key": manifest_key(seq)}) from error
     if manifest.seq != seq:
         raise ChainError("a manifest stands in another's place", seq=seq, named=manifest.seq)
-    return Record(manifest, envelope, digest(envelope))
+    return Record(manifest, envelope, digest(envelope), signer)
 
 
 def verify_link(previous: Record | None, record: Record) -> None:
@@ -112,10 +121,11 @@ def fence_after(previous: Record | None, writer: str, time: float) -> Manifest:
     )
 
 
-def checked(previous: Record | None, manifest: Manifest) -> Record:
-    """Seal a manifest of ours, or raise ValueError when a reader would refuse it."""
+def checked(previous: Record | None, manifest: Manifest, keys: Keys = NO_KEYS) -> Record:
+    """Sign and wrap a manifest of ours, or raise ValueError when a reader would refuse it."""
     try:
-        record = parse_record(seal(manifest.to_bytes()), manifest.seq)
+        payload = manifest.to_bytes()
+        record = parse_record(seal(payload, keys.sign(payload)), manifest.seq, keys)
         verify_link(previous, record)
     except (ChainError, FormatError) as error:
         raise ValueError(f"not a record that may follow: {error}") from error

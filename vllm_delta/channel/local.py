@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from vllm_delta.channel.store import check_key, is_key
+from vllm_delta.channel.store import Store, check_key, is_key
 from vllm_delta.errors import (
     ChannelError,
     ChannelFullError,
@@ -39,7 +39,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-class LocalStore:
+class LocalStore(Store):
     """A `Store` in a directory: `head`, `m/` and `b/` under it. Safe to use from any thread.
 
     A directory that does not exist yet is an empty channel, and the first write makes it, but not

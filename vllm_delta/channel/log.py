@@ -7,13 +7,16 @@ trainers one loses, knows it, and stops. `FORMAT.md` has the protocol's invarian
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NoReturn
 
 from vllm_delta.channel.chain import Record, checked, fence_after
-from vllm_delta.channel.reader import LogReader
+from vllm_delta.channel.contest import Contest, Rival
+from vllm_delta.channel.keys import NO_KEYS, Keys, about_blob, about_schema
+from vllm_delta.channel.reader import SALT_BYTES, LogReader
 from vllm_delta.channel.store import Store
 from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES, head_bytes
 from vllm_delta.errors import (
@@ -23,6 +26,7 @@ from vllm_delta.errors import (
     DigestError,
     FencedError,
     FormatError,
+    SettingsError,
 )
 from vllm_delta.format import (
     HEAD_KEY,
@@ -52,12 +56,17 @@ class Log(LogReader):
 
     Args:
         store: where the channel lives.
+        keys: what records are signed and blobs sealed with.
         clock: gives a record's time, in seconds since 1970.
     """
 
-    def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(store)
+    def __init__(
+        self, store: Store, *, keys: Keys = NO_KEYS, clock: Callable[[], float] = time.time
+    ) -> None:
+        super().__init__(store, keys=keys)
         self._clock = clock
+        self._contest = None if store.atomic else Contest(store)
+        self._rival: Rival | None = None
         self._position: Record | None = None
         self._in_doubt: Record | None = None
         self._fenced = False
@@ -72,15 +81,62 @@ class Log(LogReader):
         """A record whose fate the store did not tell. It may land at any time: see `settle`."""
         return self._in_doubt
 
-    def put_blob(self, data: bytes, shard: int = 0) -> BlobRef:
-        """Write a blob, anew even if it is there: what is there may be damaged or about to go."""
+    @property
+    def rival(self) -> Rival | None:
+        """Another trainer that was found at a place of ours, in a store that is not `atomic`."""
+        return self._rival
+
+    def put_blobs(self, blobs: Sequence[bytes], *, place: int = 0, shard: int = 0) -> list[BlobRef]:
+        """Write blobs of the next record, as objects that nobody has written before.
+
+        So a delete that another trainer sent, late as it may come, never hits one of them.
+
+        Args:
+            place: of the first in its manifest.
+        """
+        objects: dict[str, bytes] = {}
+        refs: list[BlobRef] = []
+        for number, data in enumerate(blobs, place):
+            if not data:
+                raise ValueError("a blob has at least 1 byte")
+            salted = b"".join([data, os.urandom(SALT_BYTES)])
+            refs.append(self._object(self.keys.seal(salted, self._about(number)), objects, shard))
+        self._put_objects(objects)
+        return refs
+
+    def put_blob(self, data: bytes, *, place: int = 0, shard: int = 0) -> BlobRef:
+        """Write a single blob; see `put_blobs`."""
+        return self.put_blobs([data], place=place, shard=shard)[0]
+
+    def put_schema(self, data: bytes) -> BlobRef:
+        """Write the schema; equal content always makes the same object."""
+        objects: dict[str, bytes] = {}
+        channel = "" if self._position is None else self._position.manifest.channel
+        sealed = self.keys.seal(data, about_schema(channel), always_the_same=True)
+        ref = self._object(sealed, objects)
+        self._put_objects(objects)
+        return ref
+
+    def _about(self, place: int) -> bytes:
+        """What the next record's blob is sealed as a part of."""
+        if self._position is None:
+            if self.keys.sealing:
+                raise ValueError("claim the channel first")
+            return b""
+        manifest = self._position.manifest
+        return about_blob(manifest.channel, manifest.seq + 1, place)
+
+    def _object(self, data: bytes, objects: dict[str, bytes], shard: int = 0) -> BlobRef:
         if not 0 < len(data) <= MAX_BLOB_BYTES:
             raise ValueError(f"a blob has 1 to {MAX_BLOB_BYTES} bytes, not {len(data)}")
-        if self._fenced:
-            raise FencedError("another trainer owns the channel")
         ref = BlobRef(digest(data), len(data), shard)
-        self.store.put(blob_key(ref.sha256), data)
+        objects[blob_key(ref.sha256)] = data
         return ref
+
+    def _put_objects(self, objects: dict[str, bytes]) -> None:
+        self._refuse_if_fenced()
+        if objects:
+            self.store.put_many(objects)
 
     def claim(self, writer: str) -> Manifest:
         """Take the channel over: write a fence after its newest record, or begin the channel.
@@ -105,7 +161,7 @@ class Log(LogReader):
             if self._position is not None and tail != self._position:
                 self._check_ground(self._position)
                 self._lose(self._position.seq + 1)
-            fence = checked(tail, fence_after(tail, writer, self._clock()))
+            fence = checked(tail, fence_after(tail, writer, self._clock()), self.keys)
             if self._commit(fence):
                 return fence.manifest
         raise ChannelError("other trainers keep writing", attempts=CLAIM_ATTEMPTS)
@@ -139,7 +195,8 @@ class Log(LogReader):
             FencedError: another trainer has written in its place. This log never commits again.
             ChannelError: nothing was written, or, if `in_doubt` is set, it is not known.
             ChannelFullError: nothing was written.
-            ChainError: the record it builds on has gone from the store.
+            ChainError: the record it builds on has gone from the store, or was overwritten by a
+                trainer that should have stopped, which takes a store that is not `atomic`.
         """
         self._refuse_if_fenced()
         position = self._position
@@ -160,7 +217,7 @@ class Log(LogReader):
             blobs=tuple(blobs),
             reference=reference,
         )
-        record = checked(position, manifest)
+        record = checked(position, manifest, self.keys)
         self._check_ground(position)
         if not self._commit(record):
             self._lose(record.seq)
@@ -188,14 +245,33 @@ class Log(LogReader):
 
     def _check_ground(self, position: Record) -> None:
         """Refuse to build on a store that lost our newest record: a restored or swapped one."""
-        if self._bytes_at(position.seq) != position.envelope:
-            raise ChainError("our newest record has gone from the channel", seq=position.seq)
+        found = self._bytes_at(position.seq)
+        if found == position.envelope:
+            self._look_for_rivals(position)
+            return
+        lost = None if position.manifest.kind == "fence" else str(position.manifest.target)
+        if found is not None and self._contest is not None:
+            self._lose(position.seq, lost=lost)
+        raise ChainError("our newest record has gone from the channel", seq=position.seq, lost=lost)
+
+    def _look_for_rivals(self, record: Record) -> None:
+        """Learn of others at the place of a record of ours; before one of a later epoch, stop."""
+        if self._contest is None or (rival := self._contest.rival(record.seq)) is None:
+            return
+        self._rival = rival
+        if rival.epoch > record.manifest.epoch:
+            self._fenced = True
+            raise FencedError(
+                "another trainer claims the channel", seq=record.seq, epoch=rival.epoch
+            )
 
     def _commit(self, record: Record) -> bool:
         """Write `record` where none is. True: it stands there; False: another one does.
 
         What the store says about the write is never taken for an answer, only what it gives back.
         """
+        if self._contest is not None:
+            self._contest.enter(record)
         self._in_doubt = record
         failure: DeltaError | None = None
         for _ in range(COMMIT_ATTEMPTS):
@@ -212,11 +288,21 @@ class Log(LogReader):
                     self._put_head(record.seq)
                 # Last, so that an interrupt before this leaves something to settle.
                 self._in_doubt = None
+                if won:
+                    self._leave_contest(record)
                 return won
             if failure is not None and failure.action != "retry":
                 self._in_doubt = None
                 raise failure
         raise ChannelError("a record's fate is in doubt", seq=record.seq) from failure
+
+    def _leave_contest(self, record: Record) -> None:
+        if self._contest is None:
+            return
+        # It is committed; whom we did not meet now we meet before the next commit.
+        with contextlib.suppress(ChannelError, SettingsError):
+            self._look_for_rivals(record)
+        self._contest.leave(record.seq - 1)
 
     def _put_new(self, record: Record) -> DeltaError | None:
         try:
@@ -240,10 +326,25 @@ class Log(LogReader):
         if self._fenced:
             raise FencedError("another trainer owns the channel")
 
-    def _lose(self, seq: int) -> NoReturn:
-        self._fenced = True
-        writer = None
+    def _lose(self, seq: int, *, lost: str | None = None) -> NoReturn:
+        """Say that another's record stands at a place of ours, and stop for good.
+
+        In a store that is not `atomic` it may be that of an earlier epoch. Then it is not we who
+        stop, but our part of the log is gone.
+
+        Args:
+            lost: a version of ours that stood there.
+        """
+        other = None
         with contextlib.suppress(DeltaError):
             other = self.read(seq)
-            writer = other and other.manifest.writer
-        raise FencedError("another trainer owns the channel", seq=seq, writer=writer)
+        facts = {"seq": seq, "writer": other and other.manifest.writer}
+        if lost is not None:
+            facts["lost"] = lost
+        if other is not None and self._contest is not None and self._position is not None:
+            epoch = other.manifest.epoch
+            self._rival = Rival(seq, epoch)
+            if epoch < self._position.manifest.epoch:
+                raise ChainError("overwritten by a trainer of an earlier epoch", **facts)
+        self._fenced = True
+        raise FencedError("another trainer owns the channel", **facts)

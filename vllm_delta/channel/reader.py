@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from vllm_delta.channel.chain import Record, parse_record, verify_link
+from vllm_delta.channel.keys import NO_KEYS, Keys, about_blob, about_schema
 from vllm_delta.channel.store import Store
 from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES, find_tail, is_there, read_head
 from vllm_delta.errors import ChainError, ChannelError, DigestError
-from vllm_delta.format import MAX_SEQ, BlobRef, blob_key, digest, manifest_key
+from vllm_delta.format import MAX_SEQ, BlobRef, Manifest, blob_key, manifest_key
+
+if TYPE_CHECKING:
+    from vllm_delta.channel.cache import BlobCache
+
+SALT_BYTES = 8
+"""At the end of each blob's object, so that no two writes are of one object; see `FORMAT.md`."""
+
+_HASHED_BESIDE = 4 << 20
 
 
 class LogReader:
     """Reads a log's records and blobs. Keeps no state: safe from any thread, blocks on the store.
 
-    Nothing is retried here, and nothing is cached.
+    Nothing is retried here, and nothing but blobs is cached.
+
+    Args:
+        store: where the channel lives.
+        keys: what manifests must be signed and blobs sealed with.
+        cache: keeps blobs for other readers on this machine.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(
+        self, store: Store, *, keys: Keys = NO_KEYS, cache: BlobCache | None = None
+    ) -> None:
         self.store = store
+        self.keys = keys
+        self._cache = cache
 
     def read(self, seq: int) -> Record | None:
         """The record with this number, parsed strictly, or None when there is none.
 
         Raises:
             FormatError, UnsupportedError, DigestError: what stands there is not a manifest.
-            ChainError: it is the manifest of another place.
+            ChainError: it is the manifest of another place; `SignatureError`: not a trusted one.
             ChannelError: the store cannot be reached.
         """
         if not 1 <= seq <= MAX_SEQ:
             return None
         envelope = self.store.get(manifest_key(seq), max_bytes=MAX_ENVELOPE_BYTES)
-        return None if envelope is None else parse_record(envelope, seq)
+        return None if envelope is None else parse_record(envelope, seq, self.keys)
 
     def tail(self) -> Record | None:
         """The newest record, or None on an empty channel. Not yet verified against the chain.
@@ -104,23 +126,51 @@ class LogReader:
             raise ChainError("a record was replaced while the chain was read", seq=tail.seq)
         return records
 
-    def get_blob(self, ref: BlobRef) -> bytes:
-        """Fetch a blob and check it.
+    def get_blob(self, manifest: Manifest, place: int) -> bytes:
+        """Fetch a record's blob and check it; `place` is its place in the manifest.
 
         Raises:
             DigestError: it is missing, or its size or sha256 is not the manifest's.
+            SettingsError: it is sealed and the key is not at hand, or the other way round.
         """
+        about = about_blob(manifest.channel, manifest.seq, place)
+        return self.keys.open(self._fetch(manifest.blobs[place]), about)[:-SALT_BYTES]
+
+    def get_schema(self, manifest: Manifest) -> bytes:
+        """Fetch the schema that a record names and check it; errors as of `get_blob`."""
+        assert manifest.schema is not None
+        return self.keys.open(self._fetch(manifest.schema), about_schema(manifest.channel))
+
+    def _fetch(self, ref: BlobRef) -> bytes:
+        if self._cache is None:
+            return self._load(ref)
+        return self._cache.fetch(ref, lambda: self._load(ref))
+
+    def _load(self, ref: BlobRef) -> bytes:
+        """A blob's object, from the store, with the right digest."""
         key = blob_key(ref.sha256)
-        data = self.store.get(key, max_bytes=ref.n_bytes)
-        if data is None:
+        stream = self.store.stream(key, max_bytes=ref.n_bytes)
+        if stream is None:
             raise DigestError("a blob is missing", key=key)
-        if len(data) != ref.n_bytes:
+        hasher, n_bytes = hashlib.sha256(), 0
+        pieces: list[bytes] = []
+        # Beside the transfer: sha256 takes about as long as a fast store does.
+        with ThreadPoolExecutor(1) if ref.n_bytes > _HASHED_BESIDE else nullcontext() as thread:
+            for piece in stream:
+                n_bytes += len(piece)
+                if n_bytes > ref.n_bytes:
+                    break
+                pieces.append(piece)
+                if thread is None:
+                    hasher.update(piece)
+                else:
+                    thread.submit(hasher.update, piece)
+        if n_bytes != ref.n_bytes:
             raise DigestError(
-                "a blob has the wrong size", key=key, expected=ref.n_bytes, actual=len(data)
+                "a blob has the wrong size", key=key, expected=ref.n_bytes, actual=n_bytes
             )
-        actual = digest(data)
-        if actual != ref.sha256:
+        if (actual := hasher.hexdigest()) != ref.sha256:
             raise DigestError(
                 "a blob has the wrong digest", key=key, expected=ref.sha256, actual=actual
             )
-        return data
+        return b"".join(pieces)

@@ -33,8 +33,8 @@ def read_changes(
     kind = manifest.content
     targets: list[int] = []
     last = -1
-    for ref in manifest.blobs:
-        for change in decode(log.get_blob(ref), schema, kind, lanes):
+    for place in range(len(manifest.blobs)):
+        for change in decode(log.get_blob(manifest, place), schema, kind, lanes):
             if change.tensor <= last:
                 raise FormatError("a tensor stands in two blobs", tensor=change.tensor)
             last = change.tensor
