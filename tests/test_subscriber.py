@@ -8,6 +8,7 @@ import pytest
 
 from tests.spec_channel import SPEC, Channel, assert_version, forge, seqs
 from vllm_delta.channel import Log, LogReader
+from vllm_delta.channel.reader import SALT_BYTES
 from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES
 from vllm_delta.codec import encode_delta
 from vllm_delta.errors import (
@@ -22,7 +23,6 @@ from vllm_delta.events import Fetched
 from vllm_delta.format import (
     Version,
     blob_key,
-    digest,
     manifest_key,
     seal,
 )
@@ -319,9 +319,9 @@ def test_fetching_is_told_to_hooks():
     subscriber = Subscriber(channel.store, hooks=[events.append])
     manifest = subscriber.refresh()[-1]
     blobs = subscriber.fetch(manifest)
-    assert [digest(blob) for blob in blobs] == [ref.sha256 for ref in manifest.blobs]
+    assert [len(blob) + SALT_BYTES for blob in blobs] == [ref.n_bytes for ref in manifest.blobs]
     assert [type(event) for event in events] == [Fetched]
-    assert events[0].n_bytes == sum(map(len, blobs))
+    assert events[0].n_bytes == manifest.payload_bytes
 
 
 def test_a_blob_that_arrives_damaged_once_is_asked_for_again():

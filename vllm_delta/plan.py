@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from vllm_delta.errors import ChainError, SettingsError
 from vllm_delta.format import Manifest, Version
@@ -14,6 +14,8 @@ def cheapest(
     goal: Version,
     resident: Version | None,
     reference_bytes: int | None,
+    *,
+    may_take: Callable[[Manifest], bool] = lambda manifest: True,
 ) -> list[Manifest]:
     """Deltas from `resident` to `goal`, single or merged, or an anchor and deltas from there.
 
@@ -21,6 +23,7 @@ def cheapest(
         manifests: the verified chain, the newest first, as far back as blobs are kept; read no
             further than a cheaper way can lie.
         reference_bytes: what an anchor by reference counts; None where it is no way.
+        may_take: whether a record may be on the way.
 
     Raises:
         ChainError: nothing leads to `goal`.
@@ -32,11 +35,13 @@ def cheapest(
     refused: Manifest | None = None
     for manifest in _leading_to(goal, manifests):
         start: list[Manifest] = []
+        takes = may_take(manifest)
         if manifest.kind == "anchor":
-            start, cost = [manifest], ways.here + _whole(manifest, reference_bytes)
-            refused = manifest if cost == math.inf else refused
+            whole = _whole(manifest, reference_bytes)
+            start, cost = [manifest], ways.here + whole if takes else math.inf
+            refused = manifest if takes and whole == math.inf else refused
         else:
-            ways.take(manifest)
+            ways.take(manifest, usable=takes)
             cost = ways.here if ways.at == resident else math.inf
         if cost < least:
             best, least = [*start, *ways.onward(ways.at)], cost
@@ -47,6 +52,51 @@ def cheapest(
     if best is None:
         raise _no_way(goal, refused)
     return best
+
+
+def peak_bytes(manifest: Manifest) -> int:
+    """What of a record is in memory at once: all blobs of a delta, one by one those of an anchor.
+
+    Decoding takes more, about in proportion.
+    """
+    if manifest.kind == "anchor":
+        return max(ref.n_bytes for ref in manifest.blobs)
+    return manifest.payload_bytes
+
+
+def cheapest_within(
+    at_most_bytes: int,
+    find: Callable[[float], list[Manifest]],
+    held: Callable[[], Iterable[Manifest]],
+) -> list[Manifest]:
+    """The cheapest way of which no record takes more memory than `at_most_bytes`.
+
+    Args:
+        find: gives the cheapest way within so many bytes, or raises ChainError.
+        held: gives all records; asked only to say what would be needed.
+
+    Raises:
+        SettingsError: no way fits; it names what the one that needs least does need.
+        ChainError: there is no way at all.
+    """
+    try:
+        return find(at_most_bytes)
+    except ChainError:
+        find(math.inf)
+    needed = sorted({peak_bytes(m) for m in held() if m.kind != "fence"})
+    low, high = 0, len(needed) - 1
+    while low < high:  # more memory never takes a way away
+        middle = (low + high) // 2
+        try:
+            find(needed[middle])
+            high = middle
+        except ChainError:
+            low = middle + 1
+    raise SettingsError(
+        "no way to the version fits into the memory allowed for a record",
+        at_most_bytes=at_most_bytes,
+        needed_bytes=needed[low],
+    )
 
 
 def within_reach(manifests: Iterable[Manifest], reference_bytes: int) -> Iterator[Manifest]:
@@ -93,28 +143,32 @@ class _Ways:
     def __init__(self, goal: Version) -> None:
         self.at = goal
         self._goal = goal
-        self._costs = {goal: 0}
+        self._costs: dict[Version, float] = {goal: 0}
         self._next: dict[Version, Manifest] = {}
 
     @property
-    def here(self) -> int:
+    def here(self) -> float:
         """The fewest bytes from the version reached."""
-        return self._costs[self.at]
+        return self.cost(self.at)
 
     @property
-    def floor(self) -> int:
+    def floor(self) -> float:
         """From no version still to be reached does it take fewer."""
-        return min(self._costs.values())
+        return min(self._costs.values(), default=math.inf)
 
     def cost(self, version: Version) -> float:
         """The fewest bytes from a version; infinite where no way is known."""
         return self._costs.get(version, math.inf)
 
-    def take(self, manifest: Manifest) -> None:
-        """Go back over a delta to the version reached, or learn of a merged one to it."""
+    def take(self, manifest: Manifest, *, usable: bool = True) -> None:
+        """Go back over a delta to the version reached, or learn of a merged one to it.
+
+        Args:
+            usable: whether it may be on a way; else it only tells which version was before.
+        """
         base = manifest.base
         assert base is not None
-        cost = self.here + manifest.payload_bytes
+        cost = self.here + manifest.payload_bytes if usable else math.inf
         if cost < self.cost(base):
             self._costs[base], self._next[base] = cost, manifest
         if manifest.kind == "delta":

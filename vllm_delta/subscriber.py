@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,10 +24,11 @@ from vllm_delta.errors import (
 from vllm_delta.events import Fetched, Hook, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import Manifest, Schema, Version, parse_schema
-from vllm_delta.plan import cheapest, within_reach
+from vllm_delta.plan import cheapest, cheapest_within, peak_bytes, within_reach
 from vllm_delta.replay import replay
 
 if TYPE_CHECKING:
+    from vllm_delta.channel.ratchet import Ratchet, Seen
     from vllm_delta.codec.order import Unsigned
 
 _BROKEN = (ChainError, DigestError, FormatError, UnsupportedError)
@@ -47,6 +49,7 @@ class Subscriber:
     Args:
         channel: a directory or URL, or an open store.
         keys: what manifests must be signed and blobs sealed with.
+        ratchet: what readers on this machine saw of the channel before; it may not go back.
         hooks: called with every event, on the caller's thread.
         timer: seconds that only go forward, for how long things take.
         n_threads: threads that `materialise` decodes with.
@@ -57,12 +60,14 @@ class Subscriber:
         channel: str | Path | Store,
         *,
         keys: Keys = NO_KEYS,
+        ratchet: Ratchet | None = None,
         hooks: Iterable[Hook] = (),
         timer: Callable[[], float] = time.perf_counter,
         n_threads: int = 1,
     ) -> None:
         store = open_channel(channel) if isinstance(channel, (str, Path)) else channel
         self._log = LogReader(store, keys=keys)
+        self._ratchet = ratchet
         self._hooks = tuple(hooks)
         self._timer = timer
         self._n_threads = n_threads
@@ -111,8 +116,10 @@ class Subscriber:
             The manifests that came, oldest first; none when there is nothing new.
 
         Raises:
-            ChainError: no chain that continues what was read before verifies.
+            ChainError: no chain that continues what was read before verifies, or by the ratchet
+                the channel went back or is another one.
             ChannelError: the store cannot be reached.
+            SettingsError: the ratchet's file is damaged or cannot be kept.
             FormatError, DigestError, UnsupportedError: a manifest cannot be read.
         """
         came: list[Manifest] = []
@@ -134,6 +141,12 @@ class Subscriber:
         for _ in self._backwards(1, strict=True):
             pass
         return [record.manifest for record in self._records]
+
+    def record(self, seq: int) -> Record:
+        """The verified record with that number, which `history`, `plan` or `refresh` gave."""
+        record = self._records[seq - self._records[0].seq]
+        assert record.seq == seq
+        return record
 
     def find(self, root: str) -> Version | None:
         """The published version with that root, the newest if several; None when there is none.
@@ -191,6 +204,7 @@ class Subscriber:
         *,
         number: int | None = None,
         without: Container[int] = (),
+        at_most_bytes: int | None = None,
     ) -> list[Manifest]:
         """The fewest bytes that lead to a version: deltas in order, or an anchor and deltas.
 
@@ -201,6 +215,8 @@ class Subscriber:
             resident: the version at hand; None when there is none on the channel.
             number: the version to reach; None for the newest.
             without: numbers of records not to take.
+            at_most_bytes: of blobs in memory at once. A delta needs all of its own, an anchor one
+                after another; what needs more is not taken.
 
         Returns:
             Manifests to take in order; none when `resident` is that version.
@@ -208,8 +224,20 @@ class Subscriber:
         Raises:
             ChainError: the version was never published, or nothing leads to it any longer.
             ChannelError: nothing is published yet.
+            SettingsError: no way fits into `at_most_bytes`; it names what would.
         """
-        return self._cheapest(resident, number, self.schema.n_bytes, without)
+
+        def find(at_most: float) -> list[Manifest]:
+            return self._cheapest(
+                resident,
+                number,
+                self.schema.n_bytes,
+                lambda m: m.seq not in without and peak_bytes(m) <= at_most,
+            )
+
+        if at_most_bytes is None:
+            return find(math.inf)
+        return cheapest_within(at_most_bytes, find, self._held)
 
     def fetch(self, manifest: Manifest) -> list[bytes]:
         """All blobs of a manifest, verified. A bad one is asked for once more.
@@ -298,7 +326,8 @@ class Subscriber:
             if not merged:
                 raise
             # They are there to save bytes, and must not be what a version is lost by.
-            return self._rebuild(self._cheapest(None, number, reference_bytes, merged), base)
+            path = self._cheapest(None, number, reference_bytes, lambda m: m.seq not in merged)
+            return self._rebuild(path, base)
 
     def _rebuild(
         self, path: Sequence[Manifest], base: Mapping[str, Unsigned] | None
@@ -308,34 +337,63 @@ class Subscriber:
 
     def _read_on(self, came: list[Manifest]) -> None:
         """Read to the tail. What verifies is kept and added to `came`, whatever comes after it."""
+        seen = None if self._ratchet is None else self._ratchet.seen(self._log.keys.signers)
         try:
             if self._records:
-                while (record := self._log.read_next(self._records[-1])) is not None:
-                    self._records.append(record)
-                    came.append(record.manifest)
-            elif (tail := self._log.tail()) is not None:
-                self._records = self._log.read_from_anchor(tail)
-                came += [record.manifest for record in self._records]
+                self._continue(came, seen)
+            else:
+                tail = self._log.tail()
+                records = [] if tail is None else self._log.read_from_anchor(tail)
+                if seen is not None:
+                    seen.check(records)
+                came += self._adopt(records)
         except _BROKEN:
-            if not self._records or not (around := self._around()):
+            if not self._records or not (around := self._around(seen)):
                 raise
             came += around
 
-    def _around(self) -> list[Manifest]:
+    def _continue(self, came: list[Manifest], seen: Seen | None) -> None:
+        """Read on from the newest record at hand."""
+        fresh: list[Record] = []
+        broken: DeltaError | None = None
+        try:
+            while (record := self._log.read_next((fresh or self._records)[-1])) is not None:
+                fresh.append(record)
+        except DeltaError as error:
+            broken = error
+        if seen is not None:
+            if broken is None:
+                seen.check(fresh or self._records[-1:])
+            else:
+                seen.check_part(fresh)
+        came += self._adopt(fresh, after=self._records)
+        if broken is not None:
+            raise broken
+
+    def _adopt(self, records: list[Record], *, after: Sequence[Record] = ()) -> list[Manifest]:
+        """Take records for good: first on the ratchet, so that nothing is done with others."""
+        if self._ratchet is not None:
+            self._ratchet.advance(records)
+        known = {record.digest for record in self._records}
+        self._records = [*after, *records]
+        return [record.manifest for record in records if record.digest not in known]
+
+    def _around(self, seen: Seen | None) -> list[Manifest]:
         """Take the newest anchor's chain in place of one that is broken.
 
         Returns:
             What is new in it; nothing when there is none that may stand in.
         """
-        known = {record.digest for record in self._records}
         try:
             tail = self._log.tail()
             if tail is None or not _replaces(self._records[-1].manifest, tail.manifest):
                 return []
-            self._records = self._log.read_from_anchor(tail)
+            records = self._log.read_from_anchor(tail)
+            if seen is not None:
+                seen.check(records)
         except _BROKEN:
             return []
-        return [record.manifest for record in self._records if record.digest not in known]
+        return self._adopt(records)
 
     def _held(self) -> Iterator[Manifest]:
         """Verified manifests whose blobs are kept, the newest first."""
@@ -372,14 +430,13 @@ class Subscriber:
         resident: Version | None,
         number: int | None,
         reference_bytes: int | None,
-        without: Container[int] = (),
+        may_take: Callable[[Manifest], bool] = lambda manifest: True,
     ) -> list[Manifest]:
         """As `plan`; an anchor by reference counts `reference_bytes`, None: it is no way."""
         goal = self.version(number)
         if goal == resident:
             return []
-        usable = (manifest for manifest in self._held() if manifest.seq not in without)
-        return cheapest(usable, goal, resident, reference_bytes)
+        return cheapest(self._held(), goal, resident, reference_bytes, may_take=may_take)
 
     def _blobs(self, manifest: Manifest) -> Iterator[bytes]:
         for place in range(len(manifest.blobs)):

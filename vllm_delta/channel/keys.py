@@ -1,25 +1,23 @@
 """A channel's keys: Ed25519 signatures over manifests, AES-256-GCM around blobs.
 
 Both are off until keys are given. A signature is over DSSE's pre-authentication encoding of the
-envelope's payload. A sealed object is `MAGIC`, the key's id, a nonce and the ciphertext with its
-tag; what it is a part of (channel, record, place) is authenticated with it, so that it opens
-nowhere else.
+envelope's payload; `FORMAT.md` says what that defends, and what it does not.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import hashlib
-import hmac
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_delta.errors import DigestError, SettingsError, SignatureError
+from vllm_delta.channel.keyfiles import read_private_key, read_public_keys, read_sealing_key
+from vllm_delta.channel.sealing import KEY_BYTES, is_sealed, seal, unseal
+from vllm_delta.errors import SettingsError, SignatureError
 from vllm_delta.format import PAYLOAD_TYPE
 
 if TYPE_CHECKING:
@@ -27,17 +25,6 @@ if TYPE_CHECKING:
         Ed25519PrivateKey,
         Ed25519PublicKey,
     )
-
-MAGIC = b"vdseal\x00\x01"
-_KEY_ID_BYTES = 8
-_NONCE_BYTES = 12
-_TAG_BYTES = 16
-_HEAD_BYTES = len(MAGIC) + _KEY_ID_BYTES + _NONCE_BYTES
-SEAL_BYTES = _HEAD_BYTES + _TAG_BYTES
-"""How much longer a sealed object is than what is in it."""
-
-_SEALING_KEY_BYTES = 32
-_MAX_KEY_FILE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +43,7 @@ class Keys:
     sealing: tuple[bytes, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if any(len(key) != _SEALING_KEY_BYTES for key in self.sealing):
+        if any(len(key) != KEY_BYTES for key in self.sealing):
             raise SettingsError("a sealing key has 32 bytes")
 
     @classmethod
@@ -75,12 +62,13 @@ class Keys:
             sealing: 32 bytes each, in base64.
 
         Raises:
-            SettingsError: a file is not there, or is not a key of its kind.
+            SettingsError: a file is not there, is not a key of its kind, or holds a secret and is
+                open to other users.
         """
         return cls(
-            signing=None if signing is None else _private_key(signing),
-            trusted=tuple(key for path in trusted for key in _public_keys(path)),
-            sealing=tuple(map(_sealing_key, sealing)),
+            signing=None if signing is None else read_private_key(signing),
+            trusted=tuple(key for path in trusted for key in read_public_keys(path)),
+            sealing=tuple(map(read_sealing_key, sealing)),
         )
 
     @property
@@ -89,9 +77,14 @@ class Keys:
         return bool(self._verifying)
 
     @property
-    def _verifying(self) -> tuple[Ed25519PublicKey, ...]:
+    def signers(self) -> frozenset[str]:
+        """Ids of the keys whose signatures count; none where none is required."""
+        return frozenset(self._verifying)
+
+    @cached_property
+    def _verifying(self) -> Mapping[str, Ed25519PublicKey]:
         own = () if self.signing is None else (self.signing.public_key(),)
-        return (*self.trusted, *own)
+        return {key_id(key): key for key in (*self.trusted, *own)}
 
     def sign(self, payload: bytes) -> list[dict[str, str]]:
         """Signatures for an envelope; none without a signing key."""
@@ -105,8 +98,10 @@ class Keys:
             }
         ]
 
-    def verify(self, payload: bytes, signatures: Sequence[dict[str, str]]) -> str | None:
+    def verify(self, payload: bytes, signatures: Sequence[Mapping[str, str]]) -> str | None:
         """The id of a trusted key that signed the payload; None where none is required.
+
+        A signature's own key id chooses among the trusted keys and is believed in nothing else.
 
         Raises:
             SignatureError: no trusted key did.
@@ -117,18 +112,20 @@ class Keys:
         from cryptography.exceptions import InvalidSignature
 
         message = pre_authentication(payload)
-        trusted = {key_id(key): key for key in self._verifying}
         for signature in signatures:
-            key = trusted.get(signature["keyid"])
-            if key is None:
+            key = self._verifying.get(signature["keyid"])
+            data = _decoded(signature["sig"])
+            if key is None or data is None:
                 continue
-            with contextlib.suppress(InvalidSignature, binascii.Error, ValueError):
-                key.verify(base64.b64decode(signature["sig"], validate=True), message)
-                return signature["keyid"]
+            try:
+                key.verify(data, message)
+            except InvalidSignature:
+                continue
+            return signature["keyid"]
         raise SignatureError(
             "a manifest bears no signature by a trusted key",
             signed_by=[signature["keyid"][:64] for signature in signatures],
-            trusted=sorted(trusted),
+            trusted=sorted(self.signers),
         )
 
     def seal(self, data: bytes, about: bytes, *, always_the_same: bool = False) -> bytes:
@@ -136,47 +133,30 @@ class Keys:
 
         Args:
             about: what the object is a part of; authenticated, not stored.
-            always_the_same: derive the nonce from key, content and `about`, so that equal
-                objects stay equal. Else it is random.
+            always_the_same: equal content makes an equal object.
         """
         if not self.sealing:
             return data
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        return seal(self.sealing[0], data, about, always_the_same=always_the_same)
 
-        key = self.sealing[0]
-        if always_the_same:
-            nonce = hmac.digest(key, b"vllm_delta nonce" + about + data, "sha256")[:_NONCE_BYTES]
-        else:
-            nonce = os.urandom(_NONCE_BYTES)
-        return b"".join([MAGIC, _sealing_id(key), nonce, AESGCM(key).encrypt(nonce, data, about)])
-
-    def open(self, data: bytes, about: bytes) -> bytes:
+    def open(self, data: bytes, about: bytes, *, drop_bytes: int = 0) -> bytes:
         """What is in a sealed object; without a sealing key, an object as it is.
 
+        Args:
+            drop_bytes: of the content's end, what to leave out of the answer.
+
         Raises:
-            SettingsError: it is sealed and there is no key, or it is not sealed and there is one.
+            SettingsError: it is sealed and the key is not at hand, or it is not and there is one.
             DigestError: it was sealed for another place, or altered.
         """
-        sealed = data.startswith(MAGIC) and len(data) >= SEAL_BYTES
-        if not self.sealing:
-            if sealed:
-                raise SettingsError("the channel is sealed; give its sealing key")
-            return data
-        if not sealed:
+        sealed = is_sealed(data)
+        if self.sealing and sealed:
+            return unseal(self.sealing, data, about, drop_bytes=drop_bytes)
+        if sealed:
+            raise SettingsError("the channel is sealed; give its sealing key")
+        if self.sealing:
             raise SettingsError("the channel is not sealed, but a sealing key is set")
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-        view = memoryview(data)
-        wanted = data[len(MAGIC) : len(MAGIC) + _KEY_ID_BYTES]
-        key = next((key for key in self.sealing if _sealing_id(key) == wanted), None)
-        if key is None:
-            raise SettingsError("sealed with a key that is not at hand", key_id=wanted.hex())
-        try:
-            nonce = view[_HEAD_BYTES - _NONCE_BYTES : _HEAD_BYTES]
-            return AESGCM(key).decrypt(nonce, view[_HEAD_BYTES:], about)
-        except InvalidTag as error:
-            raise DigestError("a sealed object does not open in this place") from error
+        return data[:-drop_bytes] if drop_bytes else data
 
 
 NO_KEYS = Keys()
@@ -203,57 +183,10 @@ def about_schema(channel: str) -> bytes:
     return b"vllm_delta|%s|0|schema" % channel.encode()
 
 
-def _sealing_id(key: bytes) -> bytes:
-    return hashlib.sha256(b"vllm_delta sealing key" + key).digest()[:_KEY_ID_BYTES]
-
-
-def _private_key(path: str | Path) -> Ed25519PrivateKey:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    data = _read(path)
+def _decoded(text: str) -> bytes | None:
+    """A signature's bytes; None unless it is written the one way that base64 has for them."""
     try:
-        key = load_pem_private_key(data, None)
-    except (TypeError, ValueError) as error:
-        raise SettingsError("not an Ed25519 private key in PEM", path=str(path)) from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise SettingsError("not an Ed25519 private key in PEM", path=str(path))
-    return key
-
-
-def _public_keys(path: str | Path) -> list[Ed25519PublicKey]:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    end = b"-----END PUBLIC KEY-----"
-    blocks = _read(path).split(end)
-    keys = []
-    for block in blocks[:-1]:
-        try:
-            key = load_pem_public_key(block.lstrip() + end + b"\n")
-        except ValueError as error:
-            raise SettingsError("not Ed25519 public keys in PEM", path=str(path)) from error
-        if not isinstance(key, Ed25519PublicKey):
-            raise SettingsError("not Ed25519 public keys in PEM", path=str(path))
-        keys.append(key)
-    if not keys or blocks[-1].strip():
-        raise SettingsError("not Ed25519 public keys in PEM", path=str(path))
-    return keys
-
-
-def _sealing_key(path: str | Path) -> bytes:
-    try:
-        key = base64.b64decode(_read(path).strip(), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise SettingsError("not a sealing key", path=str(path)) from error
-    if len(key) != _SEALING_KEY_BYTES:
-        raise SettingsError("not a sealing key", path=str(path))
-    return key
-
-
-def _read(path: str | Path) -> bytes:
-    try:
-        with Path(path).expanduser().open("rb") as file:
-            return file.read(_MAX_KEY_FILE_BYTES)
-    except OSError as error:
-        raise SettingsError("a key's file cannot be read", path=str(path)) from error
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return data if base64.b64encode(data).decode() == text else None

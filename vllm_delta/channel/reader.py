@@ -134,7 +134,8 @@ class LogReader:
             SettingsError: it is sealed and the key is not at hand, or the other way round.
         """
         about = about_blob(manifest.channel, manifest.seq, place)
-        return self.keys.open(self._fetch(manifest.blobs[place]), about)[:-SALT_BYTES]
+        data = self._fetch(manifest.blobs[place])
+        return self.keys.open(data, about, drop_bytes=SALT_BYTES)
 
     def get_schema(self, manifest: Manifest) -> bytes:
         """Fetch the schema that a record names and check it; errors as of `get_blob`."""

@@ -40,9 +40,12 @@ def unseal(data: bytes) -> tuple[bytes, tuple[dict[str, str], ...]]:
         text(signature["sig"], "envelope: sig", 1024)
     payload = text(fields["payload"], "envelope: payload", 2 * MAX_MANIFEST_BYTES)
     try:
-        return base64.b64decode(payload, validate=True), tuple(signatures)
+        content = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
         raise FormatError("envelope: payload is not base64") from error
+    if seal(content, signatures) != data:
+        raise FormatError("envelope: not in canonical form")
+    return content, tuple(signatures)
 
 
 def open_envelope(data: bytes) -> bytes:
