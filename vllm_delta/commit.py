@@ -23,7 +23,7 @@ _LARGEST_STRIDE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherSettings:
-    """How a publisher codes, and when it writes anchors and merged deltas.
+    """How a publisher codes, when it writes anchors and merged deltas, and what it keeps.
 
     Attributes:
         codec: of deltas. "hazard" takes fewer bytes; to read it, the weights it was made for
@@ -35,8 +35,20 @@ class PublisherSettings:
         strides: for readers that lag; where a version's number is a multiple of one, what led
             there over so many versions is published as one merged delta too, if that pays.
             Ascending, each a multiple of the one before. None are made without strides.
-        anchor_ratio: an anchor is due once the deltas since the newest one hold more than this
-            many times its bytes. An anchor by reference counts as the model's bytes.
+        anchor_ratio: an anchor is due once the cheapest deltas from the newest one, single or
+            merged, hold more than this many times its bytes. An anchor by reference counts as the
+            model's bytes.
+        anchor_every_s: an anchor is due too once the newest one is that old and there are deltas
+            since. None: age makes none due.
+        retain_s: what was published within so many seconds stays, and the newest anchor before
+            it, so that readers that were away for as long come back by deltas. What is older goes.
+            `math.inf`: all stays.
+        grace_s: objects that no record needs stay so much longer; must exceed what the slowest
+            reader takes to fetch a version, or an anchor.
+        quota_bytes: the blobs that are kept never hold more than this. Where they would, readers
+            away for less than `retain_s` find an anchor instead, and where one and the new version
+            do not fit, publishing fails. Beside it the store needs room for what waits for
+            `grace_s`. None: no limit.
         blob_bytes: size at which a new blob is begun.
         n_threads: None: one for each core that this process may use, at most 8.
     """
@@ -46,6 +58,10 @@ class PublisherSettings:
     raw_above: float | None = None
     strides: tuple[int, ...] = (4, 16)
     anchor_ratio: float = 1.0
+    anchor_every_s: float | None = 43_200.0
+    retain_s: float = 86_400.0
+    grace_s: float = 3600.0
+    quota_bytes: int | None = None
     blob_bytes: int = 64 << 20
     n_threads: int | None = None
 
@@ -63,6 +79,14 @@ class PublisherSettings:
             )
         if not self.anchor_ratio > 0:
             raise SettingsError("a ratio is above 0", anchor_ratio=self.anchor_ratio)
+        if self.anchor_every_s is not None and not self.anchor_every_s > 0:
+            raise SettingsError("seconds above 0, or None", anchor_every_s=self.anchor_every_s)
+        if not self.retain_s >= 0:
+            raise SettingsError("seconds from 0 on", retain_s=self.retain_s)
+        if not self.grace_s >= 0:
+            raise SettingsError("seconds from 0 on", grace_s=self.grace_s)
+        if self.quota_bytes is not None and not self.quota_bytes > 0:
+            raise SettingsError("bytes above 0, or None", quota_bytes=self.quota_bytes)
         if not 1 <= self.blob_bytes <= 512 << 20:
             raise SettingsError("not between 1 byte and 512 MiB", blob_bytes=self.blob_bytes)
         if self.n_threads is not None and not 1 <= self.n_threads <= 1024:
@@ -128,6 +152,7 @@ class Commit:
     Attributes:
         blobs: a delta's, kept to move the shadow by the very bytes sent.
         merged: what a merged delta does, for the history.
+        low: the low-water mark to come with it; None: as it is due.
     """
 
     kind: Literal["delta", "merged", "anchor"]
@@ -138,3 +163,4 @@ class Commit:
     refs: list[BlobRef] = field(default_factory=list)
     blobs: list[bytes] = field(default_factory=list)
     merged: Segment | None = None
+    low: int | None = None

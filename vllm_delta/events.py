@@ -62,14 +62,37 @@ class Fetched:
 
 
 @dataclass(frozen=True)
+class Collected:
+    """Objects that no record needs any more were deleted; None: some are of unknown size."""
+
+    n_objects: int
+    n_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Clashed:
+    """Another trainer of that epoch was met where record `seq` is ours, or was.
+
+    Only in a store that cannot write if absent. One of a higher epoch has claimed the channel; one
+    of a lower has not seen yet that it must stop, and may have overwritten a record.
+    """
+
+    seq: int
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Failed:
-    """An operation ended in an error and lost nothing."""
+    """An operation ended in an error and lost nothing.
+
+    The operation "collect" goes on by itself later; whoever called `publish` is not told.
+    """
 
     operation: str
     error: Exception
 
 
-Event = Claimed | Published | Fetched | Failed
+Event = Claimed | Published | Fetched | Collected | Clashed | Failed
 Hook = Callable[[Event], None]
 
 

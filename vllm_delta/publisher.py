@@ -16,28 +16,21 @@ import numpy as np
 import torch
 
 from vllm_delta.channel import NO_KEYS, Keys, Log, Record, Store, open_channel
+from vllm_delta.channel.collect import BROKEN
+from vllm_delta.channel.contest import Rival
 from vllm_delta.codec import Change
 from vllm_delta.coding import Coder
 from vllm_delta.commit import Commit, Costs, PublisherSettings
-from vllm_delta.errors import (
-    ChainError,
-    DeltaError,
-    DigestError,
-    FencedError,
-    FormatError,
-    UnsupportedError,
-)
-from vllm_delta.events import Claimed, Failed, Hook, Published, emit
+from vllm_delta.errors import DeltaError, FencedError
+from vllm_delta.events import Claimed, Clashed, Failed, Hook, Published, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import Manifest, Reference, Version, parse_schema
 from vllm_delta.merge import History, Segment
+from vllm_delta.retention import Retention, stored_bytes
 from vllm_delta.shadow import Shadow
 from vllm_delta.weights import Model, ModelWeights, mismatch
 
 __all__ = ["Published", "Publisher", "PublisherSettings"]
-
-_BROKEN = (ChainError, DigestError, FormatError, UnsupportedError)
-"""What a record that is missing, unreadable or another's raises."""
 
 _HISTORY_SHARE = 0.5
 """Of an anchor's bytes: with more deltas kept for merging, an anchor is the better way for most."""
@@ -71,7 +64,8 @@ class Publisher:
             then holds fingerprints only.
         keys: sign what is published, and seal it; see `docs/operations.md`.
         hooks: called with every event, on the caller's thread.
-        clock: seconds since the epoch, for manifests.
+        clock: seconds since the epoch, for manifests, and for what is due by them.
+        timer: seconds that only go forward, for how long objects have been left.
 
     Raises:
         ModelMismatchError: the channel is another model's; it is left as it was.
@@ -88,6 +82,7 @@ class Publisher:
         keys: Keys = NO_KEYS,
         hooks: Iterable[Hook] = (),
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or PublisherSettings()
         self._hooks = tuple(hooks)
@@ -101,10 +96,18 @@ class Publisher:
             self._check_schema(tail.manifest)
         self._shadow = Shadow(self.schema, self._weights.read())
         self._coder = Coder(self._shadow, self._settings)
-        self._state: Literal["open", "closed", "torn", "fenced"] = "open"
+        self._state: Literal["open", "closed", "torn"] = "open"
+        self._fenced: FencedError | None = None
+        self._rival: Rival | None = None
         self._pending: Commit | None = None
-        self._since_anchor = 0
-        self._anchor_bytes = 0
+        self._retention = Retention(
+            self._log,
+            self._settings,
+            model_bytes=self.schema.n_bytes,
+            clock=clock,
+            timer=timer,
+            hooks=self._hooks,
+        )
         self._history = History(self._settings.strides)
         self._start(reference)
 
@@ -121,13 +124,17 @@ class Publisher:
         whole new one; the next call finds out which, and publishes everything since.
 
         Where one is due, a merged delta and an anchor follow the delta, as records of their own.
+        Then what no reader needs any more is deleted; where that fails, the event `Failed` of the
+        operation "collect" says so, and nothing else.
 
         Raises:
             FencedError: another publisher owns the channel. Final.
             ModelMismatchError: a tensor came, went or changed its shape or type.
             ChannelError, ChannelFullError: the store did not take it.
-            ChainError: our newest record has gone from the store (a restored copy, say); nothing
-                is written. Make a new publisher.
+            ChannelFullError: or it does not fit into `quota_bytes`; of what does not fit nothing
+                is written.
+            ChainError: our newest record has gone from the store (a restored copy, say), or was
+                overwritten; nothing is written. Make a new publisher.
         """
         with self._reporting("publish"):
             self._settle()
@@ -135,15 +142,18 @@ class Publisher:
             if published.kind == "delta":
                 for window in self._history.due():
                     self._publish_merged(window)
-            if self._since_anchor > self._settings.anchor_ratio * self._anchor_bytes:
+            if self._retention.anchor_due():
                 self._publish_anchor(self._version, None)
+        self._retention.collect()
         return published
 
     def anchor(self) -> Published:
         """Publish the version that stands as a whole, for readers that come later."""
         with self._reporting("anchor"):
             self._settle()
-            return self._publish_anchor(self._version, None)
+            published = self._publish_anchor(self._version, None)
+        self._retention.collect()
+        return published
 
     def close(self) -> None:
         """Give up the shadow's memory. The channel can be claimed again at any time."""
@@ -166,9 +176,11 @@ class Publisher:
     def _start(self, reference: Reference | None) -> None:
         fence = self._log.claim(self._writer)
         self._check_schema(fence)
+        self._retention.load()
         standing = fence.target
         resumed = standing is not None and standing.root == self._shadow.root
         emit(self._hooks, Claimed(fence.channel, fence.epoch, fence.seq, resumed))
+        self._tell_of_rivals()
         if standing is None:
             self._publish_anchor(self._shadow.version(0), reference)
         elif not resumed:
@@ -176,7 +188,7 @@ class Publisher:
             self._publish_anchor(target, self._original(reference, target))
         else:
             self._version = standing
-            if not self._take_up():
+            if not self._retention.leads_here:
                 self._publish_anchor(standing, self._original(reference, standing))
 
     def _check_schema(self, manifest: Manifest) -> None:
@@ -191,37 +203,21 @@ class Publisher:
         """The reference, when the channel began with it and the weights are those again."""
         try:
             first = None if reference is None else self._log.read(2)
-        except _BROKEN:
+        except BROKEN:
             return None
         if first is None or first.manifest.reference != reference:
             return None
         begun = first.manifest.target
         return reference if begun is not None and begun.root == target.root else None
 
-    def _take_up(self) -> bool:
-        """Whether the newest anchor leads to our fence; its sizes decide when one is due again."""
-        assert self._log.position is not None
-        try:
-            chain = self._log.read_from_anchor(self._log.position)
-        except _BROKEN:
-            return False
-        for record in chain:
-            self._count(record.manifest)
-        return True
-
-    def _count(self, manifest: Manifest) -> None:
-        if manifest.kind == "delta":
-            self._since_anchor += manifest.payload_bytes
-        elif manifest.kind == "anchor":
-            referenced = manifest.reference is not None
-            self._anchor_bytes = self.schema.n_bytes if referenced else manifest.payload_bytes
-            self._since_anchor = 0
-
     def _publish_delta(self) -> Published:
         costs = Costs()
         commit = Commit("delta", self._version, base=self._version)
         prints = list(self._shadow.fingerprints)
-        self._upload(commit, self._coder.delta(self._changes(costs, prints)), costs, keep=True)
+        blobs: Iterable[bytes] = self._coder.delta(self._changes(costs, prints))
+        if self._settings.quota_bytes is not None and (blobs := list(blobs)):
+            commit.low = self._make_room(stored_bytes(blobs))
+        self._upload(commit, blobs, costs, keep=True)
         if not commit.refs:
             return self._published("none", self._log.position, costs)
         commit.target = Version(self._version.number + 1, root(self.schema, prints))
@@ -252,6 +248,8 @@ class Publisher:
         if not blobs:
             self._history.replace(merged)
             return
+        if not self._retention.has_room(stored_bytes(blobs)):
+            return  # it would save some readers bytes, and cost others their way by deltas
         costs.n_changed = merged.n_changed
         commit = Commit("merged", self._version, base=merged.base, merged=merged)
         self._upload(commit, blobs, costs)
@@ -260,13 +258,39 @@ class Publisher:
     def _publish_anchor(self, target: Version, reference: Reference | None) -> Published:
         costs = Costs()
         commit = Commit("anchor", target, reference=reference)
+        if self._settings.quota_bytes is not None:
+            commit.low = self._low_with_anchor(reference)
         mark = time.perf_counter()
         commit.schema = self._log.put_schema(self.schema.to_bytes())
         costs.payload_bytes += commit.schema.n_bytes
         costs.upload_s += time.perf_counter() - mark
-        blobs = self._coder.anchor() if reference is None else self._coder.reference()
-        self._upload(commit, blobs, costs)
+        self._upload(commit, self._anchor_blobs(reference), costs)
         return self._published("anchor", self._commit(commit, costs), costs)
+
+    def _anchor_blobs(self, reference: Reference | None) -> Iterator[bytes]:
+        return self._coder.anchor() if reference is None else self._coder.reference()
+
+    def _make_room(self, n_bytes: int) -> int:
+        """The low-water mark with which a delta fits into the quota, after an anchor if need be."""
+        if (low := self._retention.low_with(n_bytes)) is None:
+            self._retention.demand(self._stored_anchor_bytes(None) + n_bytes)
+            self._publish_anchor(self._version, None)
+            low = self._retention.low_with(n_bytes)
+        assert low is not None
+        return low
+
+    def _low_with_anchor(self, reference: Reference | None) -> int:
+        """The low-water mark with which an anchor fits into the quota: at worst its own place."""
+        n_bytes = self._stored_anchor_bytes(reference)
+        if (low := self._retention.low_with(n_bytes)) is None:
+            self._retention.demand(n_bytes)
+            assert self._log.position is not None
+            low = self._log.position.seq + 1
+        return low
+
+    def _stored_anchor_bytes(self, reference: Reference | None) -> int:
+        """What an anchor would take, found out by coding it."""
+        return sum(stored_bytes([blob]) for blob in self._anchor_blobs(reference))
 
     def _upload(
         self, commit: Commit, blobs: Iterable[bytes], costs: Costs, *, keep: bool = False
@@ -300,6 +324,7 @@ class Publisher:
                 blobs=commit.refs,
                 schema=commit.schema,
                 reference=commit.reference,
+                low=commit.low or self._retention.low(),
             )
         except BaseException:
             if self._log.in_doubt is None:
@@ -308,6 +333,7 @@ class Publisher:
         costs.payload_bytes += len(record.envelope)
         costs.upload_s += time.perf_counter() - mark
         self._land(commit, record)
+        self._tell_of_rivals()
         return record
 
     def _land(self, commit: Commit, record: Record) -> None:
@@ -318,7 +344,7 @@ class Publisher:
         elif commit.merged is not None:
             self._history.replace(commit.merged)
         self._version = commit.target
-        self._count(record.manifest)
+        self._retention.take(record.manifest)
         self._pending = None
         self._state = state
 
@@ -338,12 +364,12 @@ class Publisher:
         blobs = self._coder.kept(moving(), commit.blobs)
         payload_bytes = sum(map(len, commit.blobs))
         delta = Segment(commit.base, commit.target, fingerprints, blobs, n_changed, payload_bytes)
-        self._history.add(delta, at_most_bytes=_HISTORY_SHARE * self._anchor_bytes)
+        self._history.add(delta, at_most_bytes=_HISTORY_SHARE * self._retention.anchor_bytes)
 
     def _settle(self) -> None:
         """Finish what a failed call left open: its record may stand on the channel, or come."""
-        if self._state == "fenced":
-            raise FencedError("another trainer owns the channel")
+        if self._fenced is not None:
+            raise FencedError(self._fenced.message, **self._fenced.facts)
         if self._state == "torn" or self._shadow.torn:
             raise DeltaError("interrupted while the shadow moved; make a new publisher")
         if self._state == "closed":
@@ -358,12 +384,20 @@ class Publisher:
             emit(self._hooks, published)
         return published
 
+    def _tell_of_rivals(self) -> None:
+        """Say once of each other trainer that was met at a record of ours."""
+        rival = self._log.rival
+        if rival is not None and rival != self._rival:
+            emit(self._hooks, Clashed(rival.seq, rival.epoch))
+        self._rival = rival
+
     @contextlib.contextmanager
     def _reporting(self, operation: str) -> Iterator[None]:
         try:
             yield
         except DeltaError as error:
             if isinstance(error, FencedError):
-                self._state = "fenced"
+                self._fenced = error
+            self._tell_of_rivals()
             emit(self._hooks, Failed(operation, error))
             raise
