@@ -26,7 +26,7 @@ from vllm_delta.events import Claimed, Clashed, Failed, Hook, Published, emit
 from vllm_delta.fingerprint import root
 from vllm_delta.format import Manifest, Reference, Version, parse_schema
 from vllm_delta.merge import History, Segment
-from vllm_delta.retention import Retention, stored_bytes
+from vllm_delta.retention import Retention
 from vllm_delta.shadow import Shadow
 from vllm_delta.weights import Model, ModelWeights, mismatch
 
@@ -216,7 +216,7 @@ class Publisher:
         prints = list(self._shadow.fingerprints)
         blobs: Iterable[bytes] = self._coder.delta(self._changes(costs, prints))
         if self._settings.quota_bytes is not None and (blobs := list(blobs)):
-            commit.low = self._make_room(stored_bytes(blobs))
+            commit.low = self._make_room(self._retention.stored_bytes(blobs))
         self._upload(commit, blobs, costs, keep=True)
         if not commit.refs:
             return self._published("none", self._log.position, costs)
@@ -248,7 +248,7 @@ class Publisher:
         if not blobs:
             self._history.replace(merged)
             return
-        if not self._retention.has_room(stored_bytes(blobs)):
+        if not self._retention.has_room(self._retention.stored_bytes(blobs)):
             return  # it would save some readers bytes, and cost others their way by deltas
         costs.n_changed = merged.n_changed
         commit = Commit("merged", self._version, base=merged.base, merged=merged)
@@ -290,7 +290,7 @@ class Publisher:
 
     def _stored_anchor_bytes(self, reference: Reference | None) -> int:
         """What an anchor would take, found out by coding it."""
-        return sum(stored_bytes([blob]) for blob in self._anchor_blobs(reference))
+        return self._retention.stored_bytes(self._anchor_blobs(reference))
 
     def _upload(
         self, commit: Commit, blobs: Iterable[bytes], costs: Costs, *, keep: bool = False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vllm_delta.channel import Log
 from vllm_delta.channel.collect import BROKEN, Collector, blobs_of, read_back
+from vllm_delta.channel.reader import SALT_BYTES
+from vllm_delta.channel.sealing import sealed_bytes
 from vllm_delta.commit import PublisherSettings
 from vllm_delta.errors import ChannelFullError, DeltaError
 from vllm_delta.events import Collected, Failed, Hook, emit
@@ -15,9 +17,6 @@ from vllm_delta.format import Manifest, blob_key
 
 _PAUSE_S = 600.0
 """After an error, before collecting is tried again: each try may cost a publish a time-out."""
-
-_ADDED_BYTES = 96
-"""At most so much do salt and sealing add to a blob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +132,11 @@ class Retention:
         old = (kept.seq for kept in self._kept if kept.is_anchor and kept.at <= oldest)
         return max(old, default=self._low)
 
+    def stored_bytes(self, blobs: Iterable[bytes]) -> int:
+        """What blobs take in the store, salt and seal included."""
+        salted = (len(blob) + SALT_BYTES for blob in blobs)
+        return sum(map(sealed_bytes, salted) if self._log.keys.sealing else salted)
+
     def has_room(self, n_bytes: int) -> bool:
         """Whether so many bytes more fit while all that is due to stay does."""
         return self._fits(n_bytes + self._held_bytes(self.low()))
@@ -236,8 +240,3 @@ class Retention:
     def _fits(self, n_bytes: int) -> bool:
         quota_bytes = self._settings.quota_bytes
         return quota_bytes is None or n_bytes <= quota_bytes
-
-
-def stored_bytes(blobs: Sequence[bytes]) -> int:
-    """At most so much do blobs take in the store."""
-    return sum(map(len, blobs)) + _ADDED_BYTES * len(blobs)
