@@ -195,6 +195,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "too short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "too long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "empty": lambda path: path.write_bytes(b""),
+    "huge": lambda path: os.truncate(path, 1 << 40),
     "a link": lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
     "gone": lambda path: path.unlink(),
@@ -279,6 +280,22 @@ def test_what_others_are_writing_counts_and_is_left_alone(on_disk: Place) -> Non
     on_disk.fetch(cache, second)
     assert not temporary.exists()
     assert on_disk.kept() == {second.sha256}
+
+
+def test_a_file_counts_whole_from_the_beginning_of_its_writing(
+    on_disk: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So two that are written at a time do not overdraw the quota together."""
+    cache, write, sizes = on_disk.cache(), os.write, []
+
+    def slow(file: int, data: Any) -> int:
+        sizes.append(os.fstat(file).st_size)
+        return write(file, data[:2000])
+
+    monkeypatch.setattr(os, "write", slow)
+    on_disk.fetch(cache, on_disk.refs[0])
+    assert sizes == [N_BYTES] * 3
+    assert on_disk.kept() == {on_disk.refs[0].sha256}
 
 
 def test_a_full_disk_never_fails_a_fetch(
