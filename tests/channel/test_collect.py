@@ -225,7 +225,7 @@ def test_many_records_are_read_back_in_order():
     assert [record.seq for record in read_back(log, newest, 150)] == list(range(201, 149, -1))
     toy.plant(store, 100, time=1.0)
     read = read_back(log, newest, 1)
-    assert [record.seq for record, _ in zip(read, range(101), strict=False)][-1] == 101
+    assert [record.seq for _, record in zip(range(101), read, strict=False)][-1] == 101
     with pytest.raises(ChainError):
         next(read)
 
