@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 import vllm_delta.subscriber as subscriber_module
 from tests.spec_channel import SPEC, Channel, anchor_blobs, assert_version, seqs
 from vllm_delta.codec import encode_delta
-from vllm_delta.errors import (
-    ChainError,
-)
+from vllm_delta.errors import ChainError, SettingsError
 from vllm_delta.format import (
     BlobRef,
     Manifest,
     Reference,
     Version,
 )
-from vllm_delta.plan import cheapest, within_reach
+from vllm_delta.plan import cheapest, cheapest_within, peak_bytes, within_reach
 from vllm_delta.publisher import Publisher, PublisherSettings
 from vllm_delta.subscriber import Subscriber
 from vllm_delta.testing import FaultyChannel, MemoryStore
@@ -168,6 +166,12 @@ def version(number: int) -> Version:
     return Version(number, f"{number:064x}")
 
 
+def blobs(n_bytes: int) -> tuple[BlobRef, ...]:
+    """Of at most 10 bytes each."""
+    sizes = [10] * (n_bytes // 10) + [n_bytes % 10] * (n_bytes % 10 > 0)
+    return tuple(BlobRef("0" * 64, size) for size in sizes)
+
+
 def record(kind: str, base: int | None, target: int, n_bytes: int, seq: int) -> Manifest:
     return Manifest(
         channel="0" * 32,
@@ -180,7 +184,7 @@ def record(kind: str, base: int | None, target: int, n_bytes: int, seq: int) -> 
         anchor=1,
         low=1,
         schema=None,
-        blobs=(BlobRef("0" * 64, n_bytes),),
+        blobs=blobs(n_bytes),
         reference=None,
         writer="test",
         time=0.0,
@@ -234,6 +238,122 @@ def test_no_way_is_cheaper_than_the_plan(log, data):
     assert path[0].kind == "anchor" or path[0].base == resident
     assert all(m.kind in ("delta", "merged") for m in path[1:])
     assert_linked(path, resident)
+
+
+def needed_bytes(log: list[Manifest], goal: int, start: int | None) -> int:
+    """The least memory with which there is a way, by trying each."""
+    for at_most in sorted({peak_bytes(m) for m in log}):
+        fitting = [m for m in log if peak_bytes(m) <= at_most]
+        if reaches(fitting, goal, start) < math.inf:
+            return at_most
+    raise AssertionError("no way at all")
+
+
+def reaches(log: list[Manifest], goal: int, start: int | None) -> float:
+    try:
+        return brute_force(log, goal, start)
+    except KeyError:
+        return math.inf
+
+
+@given(logs(), st.data())
+@settings(max_examples=400)
+def test_no_way_within_memory_is_cheaper_than_the_plan(log, data):
+    """A record that takes more is not on it; where no way fits, what would is named."""
+    newest = log[-1].target.number
+    goal = data.draw(st.integers(0, newest), "goal")
+    start = data.draw(st.none() | st.integers(0, max(goal - 1, 0)), "start")
+    at_most = data.draw(st.integers(0, 45), "at_most_bytes")
+    if start == goal:
+        return
+    resident = None if start is None else version(start)
+
+    def find(at_most: float) -> list[Manifest]:
+        may_take = lambda m: peak_bytes(m) <= at_most  # noqa: E731
+        return cheapest(reversed(log), version(goal), resident, None, may_take=may_take)
+
+    least = reaches([m for m in log if peak_bytes(m) <= at_most], goal, start)
+    if least == math.inf:
+        with pytest.raises(SettingsError, match="memory") as caught:
+            cheapest_within(at_most, find, lambda: reversed(log))
+        assert caught.value.at_most_bytes == at_most
+        assert caught.value.needed_bytes == needed_bytes(log, goal, start)
+        at_most = caught.value.needed_bytes
+    path = cheapest_within(at_most, find, lambda: reversed(log))
+    assert sum(m.payload_bytes for m in path) == reaches(
+        [m for m in log if peak_bytes(m) <= at_most], goal, start
+    )
+    assert all(peak_bytes(m) <= at_most for m in path)
+    assert path[-1].target == version(goal)
+    assert path[0].kind == "anchor" or path[0].base == resident
+    assert_linked(path, resident)
+
+
+def test_memory_is_counted_whole_for_a_delta_and_blob_by_blob_for_an_anchor():
+    assert peak_bytes(record("delta", 0, 1, 25, 2)) == 25
+    assert peak_bytes(record("merged", 0, 2, 25, 4)) == 25
+    assert peak_bytes(record("anchor", None, 1, 25, 3)) == 10
+
+
+def test_a_plan_keeps_to_its_memory_by_single_deltas_and_then_by_an_anchor():
+    channel = Channel()
+    for _ in range(6):
+        channel.delta()
+    channel.merged(2)
+    subscriber = channel.subscriber()
+    whole = subscriber.plan(SPEC.version(2))
+    (merged,) = whole
+    assert merged.kind == "merged"
+    assert subscriber.plan(SPEC.version(2), at_most_bytes=merged.payload_bytes) == whole
+    singles = subscriber.plan(SPEC.version(2), at_most_bytes=merged.payload_bytes - 1)
+    assert seqs(singles) == [5, 6, 7, 8]
+    at_most = max(m.payload_bytes for m in singles) - 1
+    channel.anchor(6)
+    subscriber.refresh()
+    (anchor,) = subscriber.plan(SPEC.version(2), at_most_bytes=at_most)
+    assert anchor.kind == "anchor"
+    assert peak_bytes(anchor) <= at_most
+    with pytest.raises(SettingsError, match="memory") as caught:
+        subscriber.plan(SPEC.version(2), at_most_bytes=1)
+    assert caught.value.needed_bytes == min(
+        max(m.payload_bytes for m in singles), peak_bytes(anchor), merged.payload_bytes
+    )
+    assert str(caught.value.needed_bytes) in str(caught.value)
+    left = subscriber.plan(SPEC.version(2), without={9, 10}, at_most_bytes=10**9)
+    assert left == singles
+    with pytest.raises(ChainError):
+        subscriber.plan(SPEC.version(2), number=99, at_most_bytes=1)
+
+
+def test_a_single_delta_left_out_is_led_over_by_a_merged_one():
+    channel = Channel()
+    for _ in range(4):
+        channel.delta()
+    channel.merged(0)
+    channel.delta()
+    subscriber = channel.subscriber()
+    assert seqs(subscriber.plan(SPEC.version(0), without={4})) == [7, 8]
+    assert subscriber.plan(SPEC.version(2), without={5})[0].kind == "anchor"
+
+
+def test_a_reader_that_was_away_for_long_comes_back_by_few_bytes_and_few_reads():
+    """Far fewer than it missed: the newest anchor, or merged deltas, whichever is less."""
+    channel = Channel()
+    reader = channel.subscriber()
+    for number in range(1, 97):
+        channel.delta()
+        if number % 4 == 0:
+            channel.merged(number - 4)
+        if number % 16 == 0:
+            channel.merged(number - 16)
+    missed = [m for m in channel.subscriber().history() if m.kind == "delta"]
+    reader.refresh()
+    path = reader.plan(SPEC.version(0))
+    cost = sum(m.payload_bytes for m in path)
+    log = [m for m in channel.subscriber().history() if m.kind != "fence"]
+    assert cost == brute_force(log, 96, 0)
+    assert cost < 0.8 * sum(m.payload_bytes for m in missed)
+    assert len(path) <= 12
 
 
 @given(logs())
