@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_delta import cli
-from vllm_delta.channel import LocalStore, Log
+from vllm_delta.channel import NO_KEYS, Keys, LocalStore, Log
 from vllm_delta.errors import DeltaError
 from vllm_delta.format import Reference, blob_key, manifest_key
 from vllm_delta.publisher import Publisher, PublisherSettings
@@ -40,6 +41,7 @@ def run(tmp_path):
         base = tmp_path / "base"
         out = tmp_path / "out"
         tensors = make_tensors()
+        keys = NO_KEYS
 
         def publish(self, reference: Reference | None = None) -> None:
             self.base.mkdir()
@@ -48,7 +50,9 @@ def run(tmp_path):
             (self.base / "tokenizer.json").write_text("{}")
             (self.base / "model.safetensors.index.json.bak").write_text("no")
             (self.base / "optimizer.pt").write_bytes(b"no")
-            with Publisher(self.channel, self.tensors, reference=reference) as publisher:
+            with Publisher(
+                self.channel, self.tensors, reference=reference, keys=self.keys
+            ) as publisher:
                 self.tensors["embed.weight"][7, :9] += 1
                 publisher.publish()
                 self.tensors["n_calls"] += 1
@@ -160,9 +164,22 @@ def test_ls_lists_every_version(run, capsys):
     assert len({line.rindex(rows[i]["root"][:12]) for i, line in enumerate(lines[2:])}) == 1
 
 
-def test_ls_of_an_empty_channel(tmp_path, capsys):
-    assert cli.main(["ls", str(tmp_path)]) == 0
-    assert "nothing is published" in capsys.readouterr().out
+@pytest.mark.parametrize("claimed", [False, True])
+def test_where_nothing_is_published_is_told_and_is_no_success(tmp_path, capsys, claimed):
+    if claimed:
+        Log(LocalStore(tmp_path / "c")).claim("a trainer that is about to begin")
+    (tmp_path / "c").mkdir(exist_ok=True)
+    channel = (tmp_path / "c").as_uri()
+    for words in (["ls"], ["show"], ["verify"]):
+        status, result, error = told(capsys, words[0], channel)
+        assert (status, result["error"]["kind"]) == (3, "ChannelError")
+        assert "nothing is published here yet" in error
+        assert cli.main([words[0], channel]) == 3
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "nothing is published here yet" in captured.err
+    assert told(capsys, "apply", channel, tmp_path / "out")[0] == 3
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}"])
@@ -263,12 +280,6 @@ def test_ls_and_show_tell_merged_deltas_and_codecs(tmp_path, capsys):
 # Proving
 
 
-def test_an_empty_channel_proves_nothing(tmp_path, capsys):
-    status, result, error = told(capsys, "verify", tmp_path)
-    assert (status, result["error"]["kind"]) == (3, "ChannelError")
-    assert "nothing is published" in error
-
-
 def test_verify_proves_every_version(run, capsys):
     run.publish()
     status, result, error = told(capsys, "verify", run.channel)
@@ -307,6 +318,152 @@ def test_verify_finds_any_flipped_bit(run, capsys, which, place):
     status, result, error = told(capsys, "verify", run.channel)
     assert status in (4, 5), error
     assert result["error"]["action"] in ("refetch", "reseed")
+
+
+# Keys
+
+
+@pytest.fixture
+def keys(tmp_path, capsys):
+    """Files of a signing key, its public half, another's, and a sealing key."""
+
+    class Files:
+        signing = tmp_path / "trainer.key"
+        public = tmp_path / "trainer.key.pub"
+        other = tmp_path / "other.key.pub"
+        sealing = tmp_path / "seal.key"
+
+    for path in (Files.signing, tmp_path / "other.key"):
+        assert told(capsys, "keygen", path)[0] == 0
+    assert told(capsys, "keygen", Files.sealing, "--sealing")[0] == 0
+    return Files()
+
+
+def test_keygen_makes_a_key_once_and_shows_no_secret(tmp_path, capsys):
+    for words in ([tmp_path / "a"], [tmp_path / "b", "--sealing"]):
+        status, result, _ = told(capsys, "keygen", *words)
+        assert (status, result["file"]) == (0, str(words[0]))
+        path = words[0]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        secret = path.read_text()
+        status, result, error = told(capsys, "keygen", *words)
+        assert (status, result["error"]["kind"]) == (2, "SettingsError")
+        assert "never written over" in error
+        assert path.read_text() == secret
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.pub", "b"]
+    done = command("keygen", tmp_path / "c")
+    assert done.returncode == 0
+    assert "--trusted-key" in done.stdout
+    done = command("keygen", tmp_path / "d", "--sealing")
+    assert "--sealing-key" in done.stdout
+    lines = [(tmp_path / name).read_text().splitlines() for name in "cd"]
+    secrets = [lines[0][1], lines[1][0]]
+    assert not [secret for secret in secrets if secret in done.stdout + done.stderr]
+    assert cli.main(["keygen", str(tmp_path / "no folder" / "e")]) == 2
+
+
+def test_every_command_checks_signatures_and_opens_seals_when_told(run, keys, capsys):
+    run.keys = Keys.load(signing=keys.signing, sealing=[keys.sealing])
+    run.publish()
+    key_id = next(iter(run.keys.signers))
+    good = ["--trusted-key", keys.public, "--sealing-key", keys.sealing]
+    both = [*good, "--trusted-key", keys.other]
+    for words in (good, both):
+        status, result, _ = told(capsys, "ls", run.channel, *words)
+        assert status == 0
+        signatures = [row["signature"] for row in result["versions"]]
+        assert signatures == [{"key_id": key_id, "trusted": True}] * 3
+    status, result, _ = told(capsys, "show", run.channel, *good)
+    assert (status, result["sealed"], result["signature"]["trusted"]) == (0, True, True)
+    status, result, _ = told(capsys, "verify", run.channel, *good)
+    assert (status, result["proven"], result["signed"], result["sealed"]) == (0, True, True, True)
+    assert told(capsys, "apply", run.channel, run.out, *good)[0] == 0
+    made = load_file(run.out / "model.safetensors")
+    assert torch.equal(made["norm.weight"], run.tensors["norm.weight"])
+    wrong = ["--trusted-key", keys.other, "--sealing-key", keys.sealing]
+    for words in (["ls"], ["show"], ["verify"]):
+        status, result, error = told(capsys, words[0], run.channel, *wrong)
+        assert (status, result["error"]["kind"]) == (5, "SignatureError")
+        assert key_id in error
+        if words[0] == "ls":
+            continue
+        status, result, error = told(capsys, words[0], run.channel, "--trusted-key", keys.public)
+        assert (status, result["error"]["kind"]) == (2, "SettingsError")
+        assert "give its sealing key" in error
+
+
+def test_show_says_whether_a_record_is_signed_and_sealed(run, keys, capsys):
+    run.keys = Keys.load(signing=keys.signing)
+    run.publish()
+    status, result, _ = told(capsys, "show", run.channel)
+    assert (status, result["sealed"], result["signature"]["trusted"]) == (0, False, False)
+    key_id = result["signature"]["key_id"]
+    assert cli.main(["show", str(run.channel)]) == 0
+    out = capsys.readouterr().out
+    assert f"signature by {key_id} not checked, for want of --trusted-key, not sealed" in out
+    assert cli.main(["show", str(run.channel), "--trusted-key", str(keys.public)]) == 0
+    assert f"signed by {key_id}, a trusted key, not sealed" in capsys.readouterr().out
+    assert cli.main(["verify", str(run.channel), "--trusted-key", str(keys.public)]) == 0
+    assert "every record is signed by a trusted key" in capsys.readouterr().out
+    assert cli.main(["verify", str(run.channel)]) == 0
+    assert "signed" not in capsys.readouterr().out
+
+
+def test_a_channel_that_is_not_signed_or_not_sealed_is_refused_where_it_has_to_be(
+    run, keys, capsys
+):
+    run.publish()
+    status, result, _ = told(capsys, "show", run.channel)
+    assert (status, result["signature"], result["sealed"]) == (0, None, False)
+    assert cli.main(["show", str(run.channel)]) == 0
+    assert "not signed, not sealed" in capsys.readouterr().out
+    status, result, _ = told(capsys, "verify", run.channel, "--trusted-key", keys.public)
+    assert (status, result["error"]["kind"]) == (5, "SignatureError")
+    status, result, error = told(capsys, "verify", run.channel, "--sealing-key", keys.sealing)
+    assert (status, result["error"]["kind"]) == (2, "SettingsError")
+    assert "not sealed" in error
+
+
+def test_a_secret_key_in_the_wrong_place_or_open_to_others_is_told(run, keys, capsys):
+    run.publish()
+    keys.sealing.chmod(0o644)
+    for words in (
+        ["--trusted-key", keys.signing],
+        ["--sealing-key", keys.public],
+        ["--sealing-key", keys.sealing],
+        ["--trusted-key", run.base / "absent"],
+    ):
+        status, result, error = told(capsys, "ls", run.channel, *words)
+        assert (status, result["error"]["kind"]) == (2, "SettingsError")
+        assert str(words[1]) in error
+        assert keys.signing.read_text().splitlines()[1] not in error
+
+
+# Upkeep
+
+
+def test_gc_deletes_what_no_record_needs_and_first_tells_what_it_would(run, keys, capsys):
+    run.keys = Keys.load(signing=keys.signing)
+    run.publish()
+    store = LocalStore(run.channel)
+    orphan = "b/" + "0" * 64
+    store.put(orphan, b"left by a trainer that died")
+    words = ["gc", run.channel, "--trusted-key", keys.public, "--grace", 0]
+    status, result, _ = told(capsys, *words, "--orphans", "--dry-run")
+    assert (status, result["dry_run"], result["n_objects"]) == (0, True, 1)
+    assert orphan in store.list("b/")
+    n_records = len(store.list("m/"))
+    status, result, _ = told(capsys, *words, "--orphans", "--signing-key", keys.signing)
+    assert (status, result["n_objects"]) == (0, 1)
+    assert orphan not in store.list("b/")
+    assert len(store.list("m/")) == n_records + 1, "it claimed the channel"
+    assert cli.main([*map(str, words)]) == 0
+    assert "0 objects deleted" in capsys.readouterr().out
+    assert told(capsys, "verify", run.channel, "--trusted-key", keys.public)[1]["proven"]
+    for grace in ("-1", "nan", "inf", "x"):
+        done = command("gc", run.channel, "--grace", grace)
+        assert done.returncode == 2
+        assert "not a number of seconds" in done.stderr
 
 
 # Wrong use

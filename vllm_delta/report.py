@@ -10,9 +10,6 @@ Row = dict[str, Any]
 
 def ls(result: Row) -> Iterator[str]:
     """A line per version."""
-    if result["channel"] is None:
-        yield "nothing is published yet"
-        return
     yield f"channel {result['channel']}  epoch {result['epoch']}  records {result['seq']}"
     rows = [["VERSION", "KIND", "BYTES", "BLOBS", "AGE", "EPOCH", "SEQ", "ROOT"]]
     for row in result["versions"]:
@@ -35,6 +32,7 @@ def show(result: Row) -> Iterator[str]:
     yield f"version {result['number']}  {result['kind']} {origin}  root {result['root']}"
     yield f"record {result['seq']}  epoch {result['epoch']}  {_age(result['age_s'])} ago"
     yield f"by {result['writer']}"
+    yield f"{_signed(result['signature'])}, {'sealed' if result['sealed'] else 'not sealed'}"
     yield (
         f"payload {size(result['payload_bytes'])}, {_count(result['n_blobs'], 'blob')}, "
         f"{result['payload_percent']:.4f} % of {size(result['model_bytes'])}"
@@ -58,6 +56,8 @@ def verify(result: Row) -> Iterator[str]:
     """What has been proven."""
     yield f"channel {result['channel']}: {result['n_records']} records form one chain"
     n_proven = sum(row["proven"] for row in result["versions"])
+    if result["signed"]:
+        yield "every record is signed by a trusted key"
     yield f"{result['n_versions']} anchors and deltas fetched and checked, all roots match"
     if result["n_unproven"]:
         yield f"{_count(result['n_unproven'], 'merged delta')} fetched, provable from the base only"
@@ -70,6 +70,32 @@ def verify(result: Row) -> Iterator[str]:
 def apply(result: Row) -> Iterator[str]:
     """What has been written."""
     yield f"version {result['number']} in {result['out']}: {', '.join(result['files'])}"
+
+
+def gc(result: Row) -> Iterator[str]:
+    """What has been deleted."""
+    verb = "would be deleted" if result["dry_run"] else "deleted"
+    n_bytes = result["n_bytes"]
+    known = "" if n_bytes is None else f", {size(n_bytes)}"
+    yield f"{_count(result['n_objects'], 'object')} {verb}{known}"
+
+
+def keygen(result: Row) -> Iterator[str]:
+    """Which files hold what."""
+    kind = "sealing" if result["public_file"] is None else "signing"
+    yield f"{kind} key {result['key_id']} in {result['file']}: keep it secret"
+    if result["public_file"] is None:
+        yield "trainers and readers need this file: --sealing-key"
+    else:
+        yield f"readers need {result['public_file']}: --trusted-key"
+
+
+def _signed(signature: Row | None) -> str:
+    if signature is None:
+        return "not signed"
+    if signature["trusted"]:
+        return f"signed by {signature['key_id']}, a trusted key"
+    return f"signature by {signature['key_id']} not checked, for want of --trusted-key"
 
 
 def printable(line: str, encoding: str | None) -> str:
