@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.spec_channel import SPEC, Channel, assert_version, forge, seqs
-from vllm_delta.channel import Log, LogReader
+from vllm_delta.channel import NO_KEYS, Keys, Log, LogReader
+from vllm_delta.channel.ratchet import Ratchet
 from vllm_delta.channel.reader import SALT_BYTES
+from vllm_delta.channel.sealing import is_sealed
 from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES
 from vllm_delta.codec import encode_delta
 from vllm_delta.errors import (
@@ -17,6 +21,8 @@ from vllm_delta.errors import (
     DeltaError,
     DigestError,
     FormatError,
+    SettingsError,
+    SignatureError,
     UnsupportedError,
 )
 from vllm_delta.events import Fetched
@@ -24,10 +30,14 @@ from vllm_delta.format import (
     Version,
     blob_key,
     manifest_key,
+    open_envelope,
     seal,
 )
+from vllm_delta.publisher import Publisher, PublisherSettings
 from vllm_delta.subscriber import Subscriber
 from vllm_delta.testing import FaultyChannel, MemoryStore
+
+BF16 = torch.bfloat16
 
 
 def test_an_empty_channel_has_nothing():
@@ -392,3 +402,105 @@ def test_every_error_has_an_action():
     with pytest.raises(DeltaError) as caught:
         Channel().subscriber().plan(number=3)
     assert caught.value.action == "reseed"
+
+
+# Signed and sealed
+
+
+KEYS = Keys(signing=Ed25519PrivateKey.from_private_bytes(b"k" * 32), sealing=(b"s" * 32,))
+READERS = Keys(trusted=(KEYS.signing.public_key(),), sealing=KEYS.sealing)
+
+
+def test_a_signed_and_sealed_channel_is_followed_over_the_trainer_s_restarts(tmp_path):
+    store, tensors = MemoryStore(), {"w": torch.arange(4000.0), "v": torch.ones(3, dtype=BF16)}
+    settings = PublisherSettings(anchor_ratio=100)
+    subscriber = Subscriber(store, keys=READERS, ratchet=Ratchet(tmp_path, store.url))
+    for number in range(0, 6, 2):
+        with Publisher(store, tensors, keys=KEYS, settings=settings) as publisher:
+            assert publisher.version.number == number, "it goes on, and begins nothing anew"
+            for _ in range(2):
+                tensors["w"][number::97] += 1
+                publisher.publish()
+                subscriber.refresh()
+                made = subscriber.materialise()
+                for name, tensor in tensors.items():
+                    assert made[name].tobytes() == tensor.view(torch.uint8).numpy().tobytes()
+    chain = subscriber.history()
+    assert [m.kind for m in chain].count("anchor") == 1
+    assert len({m.schema for m in chain if m.schema}) == 1
+    for key in store.list("b/"):
+        data = store.get(key, max_bytes=1 << 20)
+        assert is_sealed(data)
+        assert b"vdelta" not in data
+    late = Subscriber(store, keys=READERS, ratchet=Ratchet(tmp_path, store.url))
+    late.refresh()
+    assert late.materialise().keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        (NO_KEYS, SettingsError),
+        (replace(READERS, sealing=()), SettingsError),
+        (replace(READERS, sealing=(b"t" * 32,)), SettingsError),
+        (replace(READERS, trusted=(Ed25519PrivateKey.generate().public_key(),)), SignatureError),
+    ],
+    ids=["no keys", "no sealing key", "another sealing key", "another trusted key"],
+)
+def test_without_the_right_keys_nothing_of_a_channel_is_given_out(keys, kind):
+    store, tensors = MemoryStore(), {"w": torch.ones(100)}
+    with Publisher(store, tensors, keys=KEYS) as publisher:
+        tensors["w"][3] = 2
+        publisher.publish()
+    subscriber = Subscriber(store, keys=keys)
+    with pytest.raises(kind):
+        _ = (subscriber.refresh(), subscriber.materialise())
+
+
+def test_a_channel_that_is_neither_signed_nor_sealed_is_refused_by_who_requires_it():
+    store, tensors = MemoryStore(), {"w": torch.ones(100)}
+    Publisher(store, tensors).close()
+    with pytest.raises(SignatureError):
+        Subscriber(store, keys=READERS).refresh()
+    subscriber = Subscriber(store, keys=replace(READERS, trusted=()))
+    subscriber.refresh()
+    with pytest.raises(SettingsError, match="not sealed"):
+        subscriber.materialise()
+
+
+@pytest.mark.parametrize("seq", [3, 4, 5])
+def test_a_forged_record_is_refused_by_signature_and_the_way_around_it_too(seq):
+    """Unsigned, or well formed and signed by another: no anchor of the forger's is taken."""
+    store, tensors = MemoryStore(), {"w": torch.ones(100)}
+    publisher = Publisher(store, tensors, keys=KEYS)
+    subscriber = Subscriber(store, keys=READERS)
+    subscriber.refresh()
+    for _ in range(3):
+        tensors["w"][3] += 1
+        publisher.publish()
+    for keys in (NO_KEYS, Keys(signing=Ed25519PrivateKey.generate())):
+        forged = MemoryStore()
+        for key in store.list(""):
+            forged.put(key, store.get(key, max_bytes=1 << 20))
+        payload = open_envelope(forged.get(manifest_key(seq), max_bytes=1 << 20))
+        forged.put(manifest_key(seq), seal(payload, keys.sign(payload)))
+        thief = Log(forged)
+        thief.claim("mallory")
+        append_whole(thief)
+        subscriber._log = LogReader(forged, keys=READERS)
+        for _ in range(2):
+            try:
+                subscriber.refresh()
+            except SignatureError:
+                continue
+        assert subscriber.newest == LogReader(store).read(seq - 1).manifest.target
+        assert subscriber.newest_manifest.writer != "mallory"
+    subscriber._log = LogReader(store, keys=READERS)
+    subscriber.refresh()
+    assert subscriber.newest == publisher.version
+
+
+def append_whole(log: Log) -> None:
+    """An anchor of the forger's, right after its fence: a version of the next number."""
+    number = log.position.manifest.target.number
+    log.append("anchor", target=Version(number + 1, "6" * 64), blobs=[log.put_blob(b"lies")])
