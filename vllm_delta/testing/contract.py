@@ -23,6 +23,9 @@ class ChannelContract:
     pytest finds the tests by itself; `tmp_path` is its fixture.
     """
 
+    n_races = 25
+    """How often writers race for a key; fewer are enough where a store makes the losers wait."""
+
     def open_store(self, place: Path) -> Store:
         """A new handle on the store that belongs to `place`, an empty directory at first."""
         raise NotImplementedError
@@ -53,16 +56,20 @@ class ChannelContract:
         n_writers = 8
         stores = [self.open_store(tmp_path) for _ in range(n_writers)]
         with ThreadPoolExecutor(n_writers) as pool:
-            for seq in range(1, 26):
+            for seq in range(1, self.n_races + 1):
                 barrier = threading.Barrier(n_writers)
                 jobs = [
                     pool.submit(_race, store, barrier, manifest_key(seq), b"%d" % writer)
                     for writer, store in enumerate(stores)
                 ]
                 winners = [writer for writer, job in enumerate(jobs) if job.result()]
-                assert len(winners) == 1, f"winners {winners}"
                 there = stores[0].get(manifest_key(seq), max_bytes=10)
-                assert there == b"%d" % winners[0], "what is there is not the winner's"
+                if stores[0].atomic:
+                    assert len(winners) == 1, f"winners {winners}"
+                    assert there == b"%d" % winners[0], "what is there is not the winner's"
+                else:
+                    assert there in {b"%d" % writer for writer in range(n_writers)}, there
+                    assert int(there) in winners, "whose bytes stand there was told False"
 
     def test_a_read_is_bounded(self, tmp_path: Path) -> None:
         store = self.open_store(tmp_path)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.channel.hubs import BLOB, Woken, opened
+from vllm_delta.channel.hub import HubStore
+from vllm_delta.format import HEAD_KEY, manifest_key
+from vllm_delta.testing.hub import LoopbackHub
+
+
+@pytest.fixture
+def watched(store: HubStore) -> Iterator[Woken]:
+    woken = Woken()
+    stop = store.watch(woken)
+    assert stop is not None
+    assert woken.wait(1, 10), "not woken when the stream began"
+    yield woken
+    stop()
+
+
+def test_a_watch_wakes_within_a_second_of_anothers_write_in_its_own_channel_only(
+    hub: LoopbackHub, store: HubStore, watched: Woken
+) -> None:
+    other = opened(hub, store._bucket)
+    opened(hub, store._bucket, "run2").put(manifest_key(1), b"x")
+    other.put(BLOB, b"x")
+    other.put(manifest_key(1) + "." + "a" * 32, b"x")
+    for n, key in enumerate((manifest_key(1), HEAD_KEY), 2):
+        other.put(key, b"x")
+        start_s = time.monotonic()
+        assert watched.wait(n, 1.0), f"{key}: {time.monotonic() - start_s}"
+    other.delete([HEAD_KEY])
+    other.put(HEAD_KEY, b"y")
+    assert watched.wait(4, 1.0)
+    assert watched.n == 4, "woken for what is no news"
+
+
+def test_a_watch_goes_on_after_the_stream_ends_and_misses_nothing(
+    hub: LoopbackHub, store: HubStore, watched: Woken
+) -> None:
+    n = 1
+    for fault in (None, "reset", "reconnect", "drop", "status"):
+        if fault is not None:
+            hub.faults.add("events", fault)
+        hub.end_streams()
+        store.put(manifest_key(n), b"x")
+        n = watched.n + 1
+        assert watched.wait(n, 10), fault
+    n_before = watched.n
+    store.put(manifest_key(999), b"x")
+    assert watched.wait(n_before + 1, 10)
+
+
+def test_a_watch_ends_at_stop_at_once_and_wakes_no_more(hub: LoopbackHub, store: HubStore) -> None:
+    woken = Woken()
+    threads = set(threading.enumerate())
+    stop = store.watch(woken)
+    assert stop is not None
+    assert woken.wait(1, 10)
+    start_s = time.monotonic()
+    stop()
+    assert time.monotonic() - start_s < 1
+    assert not [t for t in set(threading.enumerate()) - threads if "events" in t.name]
+    store.put(HEAD_KEY, b"x")
+    assert woken.n == 1
+    stop()
+
+
+@pytest.mark.parametrize("status", [404, 501])
+def test_a_watch_ends_silently_where_there_are_no_events(
+    hub: LoopbackHub, store: HubStore, status: int
+) -> None:
+    hub.faults.add("events", "status", status=status, times=None)
+    threads = set(threading.enumerate())
+    stop = store.watch(Woken())
+    for thread in set(threading.enumerate()) - threads:
+        if "events" in thread.name:
+            thread.join(10)
+            assert not thread.is_alive()
+    assert hub.counts["events"] == 1
+    assert stop is not None
+    stop()
+
+
+def test_a_watch_waits_as_long_as_it_is_asked_to(hub: LoopbackHub, store: HubStore) -> None:
+    hub.faults.add("events", "status", status=429, retry_after_s=600, times=None)
+    woken = Woken()
+    stop = store.watch(woken)
+    assert stop is not None
+    assert not woken.wait(1, 1.5)
+    assert hub.counts["events"] == 1
+    start_s = time.monotonic()
+    stop()
+    assert time.monotonic() - start_s < 1
