@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
 import json
 import os
 import pickle
 import stat
+import struct
 import subprocess
 import sys
 
@@ -14,12 +17,13 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tests.channel.toy import ROOT, append_anchor, append_delta, begin, fetched, moved, replay
 from vllm_delta.channel import NO_KEYS, Keys, Log, LogReader
 from vllm_delta.channel.chain import parse_record
 from vllm_delta.channel.keyfiles import public_path, write_sealing_key, write_signing_key
-from vllm_delta.channel.keys import about_blob, key_id, pre_authentication
+from vllm_delta.channel.keys import about_blob, about_schema, key_id, pre_authentication
 from vllm_delta.channel.sealing import (
     HEAD_BYTES,
     MAGIC,
@@ -302,6 +306,26 @@ def test_what_was_sealed_opens_again(n_bytes, always_the_same):
     assert (keys.seal(data, ABOUT, always_the_same=always_the_same) == sealed) == always_the_same
     if n_bytes > 8:
         assert data not in sealed
+
+
+def test_a_sealed_object_is_laid_out_as_the_format_says():
+    """Opened by what stands in `FORMAT.md`, with nothing of ours."""
+    data = os.urandom(2 * (1 << 20) + 77)
+    sealed = sealing(SEALING).seal(data, ABOUT)
+    assert sealed[:8] == bytes.fromhex("76 64 73 65 61 6c 00 01")
+    assert sealed[8:16] == hashlib.sha256(b"vllm_delta sealing key" + SEALING).digest()[:8]
+    own = hmac.digest(SEALING, b"vllm_delta object key" + sealed[16:32], "sha256")
+    bound = sealed[:32] + b"vllm_delta|" + b"c" * 32 + b"|7|0"
+    stride = (1 << 20) + 16
+    opened = [
+        AESGCM(own).decrypt(struct.pack("<QI", i, i == 2), sealed[at : at + stride], bound)
+        for i, at in enumerate(range(32, len(sealed), stride))
+    ]
+    assert b"".join(opened) == data
+    same = sealing(SEALING).seal(b"{}", about_schema("c" * 32), always_the_same=True)
+    about = b"vllm_delta|" + b"c" * 32 + b"|0|schema"
+    message = b"vllm_delta salt" + struct.pack("<Q", len(about)) + about + b"{}"
+    assert same[16:32] == hmac.digest(SEALING, message, "sha256")[:16]
 
 
 def test_objects_are_sealed_under_keys_of_their_own():
