@@ -11,7 +11,9 @@ from vllm_delta.channel.chain import Record, verify_link
 from vllm_delta.channel.keys import NO_KEYS, Keys
 from vllm_delta.channel.local import LocalStore
 from vllm_delta.channel.log import Log
+from vllm_delta.channel.object import ObjectStore
 from vllm_delta.channel.reader import LogReader
+from vllm_delta.channel.retry import RetryingStore, RetryPolicy
 from vllm_delta.channel.store import Store
 from vllm_delta.errors import SettingsError
 
@@ -21,43 +23,69 @@ __all__ = [
     "LocalStore",
     "Log",
     "LogReader",
+    "ObjectStore",
     "Record",
+    "RetryPolicy",
+    "RetryingStore",
     "Store",
     "open_channel",
     "verify_link",
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
-_SUPPORTED = "a directory's path or a file:// URL"
+_OBJECTS = ("s3", "gs", "az")
+_HUB = "hf"
+_SUPPORTED = (
+    "a directory's path, file:///path, s3://bucket/prefix, gs://bucket/prefix, "
+    "az://container/prefix or hf://buckets/owner/name"
+)
 
 
-def open_channel(url: str | Path) -> Store:
+def open_channel(url: str | Path, *, policy: RetryPolicy | None = None) -> Store:
     """Open the store behind a channel's address; nothing is read or written yet.
 
     Args:
-        url: a directory's path, absolute or relative to the current directory, or `file:///path`.
+        url: a directory's path, absolute or relative to the current directory, or `file:///path`;
+            `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`; or
+            `hf://buckets/owner/name`.
+        policy: how long and how often a failed call to a remote store is repeated.
 
     Returns:
-        A `LocalStore`. A directory that does not exist yet is an empty channel; the first write
-        makes it.
+        A `LocalStore`, or a `RetryingStore` over an `ObjectStore` or a `HubStore`. A directory that
+        does not exist yet is an empty channel; the first write makes it.
 
     Raises:
-        SettingsError: an address of another kind, or a path that is not a directory.
+        SettingsError: an address of another kind, a path that is not a directory, or a remote
+            store's settings that do not fit.
     """
     if isinstance(url, Path):
         return LocalStore(url)
     scheme = _SCHEME.match(url)
     if scheme is None:
-        if not url or "\0" in url:
-            raise SettingsError("not a channel's address", url=url, supported=_SUPPORTED)
-        try:
-            return LocalStore(Path(url).expanduser())
-        except RuntimeError as error:
-            raise SettingsError("no such user's home directory", url=url) from error
+        return _local(url)
+    if scheme[1].lower() in _OBJECTS:
+        return RetryingStore(ObjectStore(url), policy)
+    if scheme[1].lower() == _HUB:
+        from vllm_delta.channel.hub import HubStore
+
+        return RetryingStore(HubStore.open(url), policy)
+    return _file(url, scheme[1].lower())
+
+
+def _local(path: str) -> Store:
+    if not path or "\0" in path:
+        raise SettingsError("not a channel's address", url=path, supported=_SUPPORTED)
+    try:
+        return LocalStore(Path(path).expanduser())
+    except RuntimeError as error:
+        raise SettingsError("no such user's home directory", url=path) from error
+
+
+def _file(url: str, scheme: str) -> Store:
     parts = urlsplit(url)
     # As bytes: a directory's name need not be UTF-8.
     path = os.fsdecode(unquote_to_bytes(parts.path))
     plain = parts.netloc in ("", "localhost") and not parts.query and not parts.fragment
-    if scheme[1].lower() != "file" or not plain or "\0" in path:
+    if scheme != "file" or not plain or "\0" in path:
         raise SettingsError("not a channel's address", url=url, supported=_SUPPORTED)
     return LocalStore(Path(path))
