@@ -19,6 +19,7 @@ from tests.engine.shards import Builder, Shard, Weights, bits_of, load
 from vllm_delta import Publisher
 from vllm_delta.channel import LogReader, open_channel
 from vllm_delta.codec import order
+from vllm_delta.engine.access import Access
 from vllm_delta.engine.calls import Answer, unpack
 from vllm_delta.engine.ledger import Ledger
 from vllm_delta.engine.rank import Rank
@@ -87,7 +88,7 @@ class Fleet:
         self.driver = Driver(
             self, settings, metrics=Metrics(registry=None), sleep=lambda _: time.sleep(1e-4)
         )
-        found = self.driver.attach(self.schema, str(self.trainer.channel))
+        found = self.driver.attach(self.schema, Access(channel=str(self.trainer.channel)))
         assert found is not None
         record = LogReader(open_channel(self.trainer.channel)).tail()
         assert record is not None
@@ -121,13 +122,13 @@ class Fleet:
             answer = {"error": error.to_dict()}
         return {"call": call, "rank": number, **answer}
 
-    def delta_attach(self, number: int, schema: bytes, channel: str, n_bytes: int) -> Answer:
+    def delta_attach(self, number: int, schema: bytes, access: Any, n_bytes: int) -> Answer:
         parsed, shard = parse_schema(schema), self.shards[number]
         rank = Rank(
             parsed,
             shard.layout,
             Patcher(parsed, shard.layout, shard.storages, backend=self.backend),
-            channel=channel,
+            log=Access.from_dict(access).open(),
             rollback_bytes=n_bytes,
             enter_thread=lambda: None,
         )

@@ -63,7 +63,7 @@ def test_settings_are_checked_at_start_up(llama: Path) -> None:
     configure(llama, **bad)
 
 
-@pytest.mark.parametrize("channel", ["s3://bucket/run", "~nobody-of-this-name/x", "{file}"])
+@pytest.mark.parametrize("channel", ["ftp://bucket/run", "~nobody-of-this-name/x", "{file}"])
 def test_an_address_that_is_none_is_told_at_start_up(
     llama: Path, tmp_path: Path, channel: str
 ) -> None:

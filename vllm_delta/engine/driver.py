@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vllm_delta.engine.access import Access
 from vllm_delta.engine.calls import Answer, Port, ask_core, ask_ranks, pack, unpack
 from vllm_delta.engine.ledger import Ledger
 from vllm_delta.engine.metrics import Metrics
@@ -101,7 +102,7 @@ class Driver:
         """How many requests are still being prefilled again after the last commit."""
         return int(self._core.get("n_recomputing", 0))
 
-    def attach(self, schema: Schema, channel: str) -> list[int] | None:
+    def attach(self, schema: Schema, access: Access) -> list[int] | None:
         """Learns every rank's layout and fingerprints what they hold.
 
         Returns:
@@ -111,7 +112,11 @@ class Driver:
             LayoutError: a rank holds a tensor in a way that cannot be patched, or none holds it.
         """
         answers = ask_ranks(
-            self._port, "delta_attach", schema.to_bytes(), channel, self._settings.rollback_bytes
+            self._port,
+            "delta_attach",
+            schema.to_bytes(),
+            access.to_dict(),
+            self._settings.rollback_bytes,
         )
         self._layouts = [answer["layout"] for answer in answers]
         ledger = Ledger(schema, [RankLayout.from_dict(layout) for layout in self._layouts])

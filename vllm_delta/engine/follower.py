@@ -13,9 +13,11 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_delta.channel import open_channel
+from vllm_delta.channel import RetryPolicy, Store, open_channel
+from vllm_delta.engine.access import Access, open_ratchet
 from vllm_delta.engine.calls import Port
 from vllm_delta.engine.driver import Driver
+from vllm_delta.engine.lookout import Lookout
 from vllm_delta.engine.metrics import Metrics
 from vllm_delta.engine.pilot import Pilot
 from vllm_delta.engine.settings import Settings
@@ -23,11 +25,15 @@ from vllm_delta.engine.spacing import Spacing
 from vllm_delta.engine.standing import Standing, plain
 from vllm_delta.errors import ChannelError, DeltaError, EngineError, SettingsError
 from vllm_delta.format import Version
+from vllm_delta.subscriber import Subscriber
 
 logger = init_logger(f"vllm.{__name__}")
 
 _RECOMPUTE_POLL_S = 0.05
 _AFTER_FAULT_S = 10.0
+_POLICY = RetryPolicy(deadline_s=5.0)
+"""For manifests: commands wait behind it. Ranks, which fetch blobs, are more patient."""
+
 _WAITING = "waiting for the channel"
 _HOPELESS = ("fix", "upgrade", "stop")
 
@@ -44,6 +50,9 @@ class Follower:
         metrics: where the numbers go.
         clock: seconds since the epoch, as publishers use them.
         monotonic: seconds that never go back.
+
+    Raises:
+        SettingsError: a key's file cannot be read.
     """
 
     def __init__(
@@ -58,7 +67,7 @@ class Follower:
         self._settings = settings
         self._monotonic = monotonic
         self._stopped = threading.Event()
-        self._wake = threading.Event()
+        self._lookout = Lookout(monotonic)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
         self._commands = queue.SimpleQueue()
         self._driver = Driver(port, settings, metrics=metrics, sleep=self._sleep)
@@ -67,12 +76,17 @@ class Follower:
             self._driver,
             self._spacing,
             metrics,
-            first_backoff_s=settings.poll_interval_s,
+            first_backoff_s=settings.poll_s,
             clock=clock,
             monotonic=monotonic,
         )
+        self._keys = Access.of(settings, "").keys()
+        self._store: Store | None = None
         self._pilot: Pilot | None = None
         self._state = "starting" if settings.channel else "no channel"
+        self._has_read = False
+        self._goal: Version | None = None
+        self._ready_once = settings.channel is None
         self._scanned_at = monotonic()
 
     def run(self) -> None:
@@ -80,27 +94,32 @@ class Follower:
         while not self._stopped.is_set():
             try:
                 self._run_commands()
-                self.cycle()
+                self.cycle(look=self._lookout.due(self._settings.poll_s))
+                self._watch()
             except Exception as error:
                 # A fault of ours. It must not end following, nor leave commands unanswered.
                 logger.exception("Following goes on in %.0f s.", _AFTER_FAULT_S)
                 self._standing.fail(EngineError("following failed", reason=repr(error)))
-                self._wake.wait(_AFTER_FAULT_S)
+                self._lookout.put_off(_AFTER_FAULT_S)
+                continue
             # The end of a recompute is only seen by looking.
-            at_most_s = _RECOMPUTE_POLL_S if self._spacing.recomputing else math.inf
-            self._wake.wait(min(self._settings.poll_interval_s, at_most_s))
-            self._wake.clear()
+            self._lookout.wait(_RECOMPUTE_POLL_S if self._spacing.recomputing else math.inf)
+        self._lookout.end()
+
+    def _watch(self) -> None:
+        if self._store is not None and (error := self._lookout.watch(self._store)) is not None:
+            self._standing.report(error)
 
     def stop(self) -> None:
         """Ends `run` after what it is doing."""
         self._stopped.set()
-        self._wake.set()
+        self._lookout.wake()
 
     def submit(self, command: Callable[[], Any]) -> Future[Any]:
         """Has `run`'s thread call ``command``."""
         future: Future[Any] = Future()
         self._commands.put((command, future))
-        self._wake.set()
+        self._lookout.wake()
         return future
 
     def _run_commands(self) -> None:
@@ -117,34 +136,43 @@ class Follower:
         if self._stopped.wait(seconds):
             raise EngineError("the follower was stopped")
 
-    def cycle(self, *, eager: bool = False) -> None:
+    def cycle(self, *, eager: bool = False, look: bool = True) -> None:
         """Looks at the channel once and goes as far as it may; errors end up in `status`.
 
         Args:
             eager: try again now what failed a moment ago.
+            look: whether to look; else it only goes on with what is known.
         """
         if self._state in ("no channel", "refused"):
             return
         try:
-            unread = self._read()
-            if self._ready() and (eager or self._standing.may_retry):
-                self._scan_if_due()
-                self._steer().advance()
-            if unread is not None:
-                raise unread  # what was verified before it has been taken
-            if self._caught_up():
-                self._standing.succeed()
+            if self._standing.patience() is not None:
+                self._observe()
+            else:
+                self._go_on(eager=eager, look=look)
         except DeltaError as error:
             self._standing.fail(error)
         self._settle()
+
+    def _go_on(self, *, eager: bool, look: bool) -> None:
+        unread = self._read() if look else None
+        if self._ready() and (eager or self._standing.may_retry):
+            self._scan_if_due()
+            self._steer().advance(hurry=not self._ready_once)
+        if unread is not None:
+            raise unread  # what was verified before it has been taken
+        if look and self._caught_up():
+            self._standing.succeed()
 
     def _steer(self) -> Pilot:
         if self._pilot is None:
             if self._settings.channel is None:
                 raise EngineError("no channel is followed")
-            store = open_channel(self._settings.channel)
+            self._store = store = open_channel(self._settings.channel, policy=_POLICY)
+            ratchet = open_ratchet(self._settings, store.url)
             self._pilot = Pilot(
-                store,
+                Subscriber(store, keys=self._keys, ratchet=ratchet),
+                Access.of(self._settings, store.url),
                 self._driver,
                 self._settings,
                 self._spacing,
@@ -158,6 +186,8 @@ class Follower:
         try:
             if self._steer().look():
                 self._standing.retry_now()
+            if not self._has_read:
+                self._has_read, self._goal = True, self.newest
         except DeltaError as error:
             return error
         return None
@@ -166,11 +196,14 @@ class Follower:
         """Asks the core for its state; whether there is a version to hold."""
         if self._pilot is None or self._pilot.subscriber.newest is None:
             return False
-        pilot = self._pilot
-        self._attach(pilot)
-        self._driver.refresh()
-        self._spacing.observe(self._driver.n_recomputing)
+        self._attach(self._pilot)
+        self._observe()
         return True
+
+    def _observe(self) -> None:
+        if self._driver.attached:
+            self._driver.refresh()
+            self._spacing.observe(self._driver.n_recomputing)
 
     def _attach(self, pilot: Pilot) -> None:
         try:
@@ -232,7 +265,7 @@ class Follower:
         if self._state in ("no channel", "refused"):
             raise EngineError("no channel is followed", state=self._state)
         try:
-            unread = self._read()
+            unread = self._standing.patience() or self._read()
             if unread is not None and (forward or not self._driver.attached):
                 raise unread
             if not self._ready():
@@ -255,7 +288,19 @@ class Follower:
             before, self._state = self._state, self._describe()
             if self._state != before and self._state == _WAITING:
                 logger.info("Nothing is published on %s yet; waiting.", self._settings.channel)
+        self._ready_once = self._ready_once or self._has_joined()
         self._standing.measure(self._pilot)
+
+    def _has_joined(self) -> bool:
+        """Whether the engine stands where the channel did when it was first read, or will not."""
+        if self._state == "refused":
+            return True
+        if not self._has_read or self._pilot is None:
+            return False
+        goal, resident = self._goal, self._driver.resident
+        if goal is None or self._pilot.held:
+            return True
+        return resident is not None and resident.number >= goal.number and not self._pilot.damaged
 
     def _describe(self) -> str:
         pilot = self._pilot
@@ -273,6 +318,16 @@ class Follower:
         return self._driver.fenced
 
     @property
+    def ready(self) -> bool:
+        """Whether the engine serves what it should.
+
+        Not before it has joined its channel: read it once, and reached the version that was the
+        newest then, unless there was none, it is pinned, or the channel cannot be followed at all.
+        Later only not while it is fenced.
+        """
+        return self._ready_once and not self.fenced
+
+    @property
     def newest(self) -> Version | None:
         """The newest version on the channel, as far as it was read."""
         return None if self._pilot is None else self._pilot.subscriber.newest
@@ -281,6 +336,7 @@ class Follower:
         """How things stand, as plain values, without asking the engine."""
         return {
             "state": self._state,
+            "ready": self.ready,
             "channel": self._settings.channel,
             "newest": plain(self.newest),
             "pinned": self._pilot is not None and self._pilot.held,

@@ -112,6 +112,7 @@ class Follow:
 
     def close(self) -> None:
         """Stops following; the weights stay at their version."""
+        self._follower.stop()
         for name in (*_ENTRANCES, "init_weight_transfer_engine", "update_weights", _FOLLOWED):
             self._llm.__dict__.pop(name, None)
 
@@ -125,8 +126,8 @@ def follow(llm: Any, channel: str | Path | None = None, settings: Settings | Non
         settings: by default those of the ``LLM``'s additional config and the environment.
 
     Raises:
-        SettingsError: the ``LLM`` has not our extension, or follows already, or the settings
-            make no sense.
+        SettingsError: the ``LLM`` has not our extension, or follows already, the settings make
+            no sense, or a key's file cannot be read.
     """
     config = llm.llm_engine.vllm_config
     if config.parallel_config.worker_extension_cls != plugin.EXTENSION:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vllm_delta.channel import Store
+from vllm_delta.engine.access import Access
 from vllm_delta.engine.driver import Committed, Driver
 from vllm_delta.engine.settings import Settings
 from vllm_delta.engine.spacing import Spacing
 from vllm_delta.errors import BaseMismatchError, DeltaError
-from vllm_delta.format import Manifest
+from vllm_delta.format import Manifest, Version
+from vllm_delta.plan import peak_bytes
 from vllm_delta.subscriber import Subscriber
 
 
@@ -21,7 +22,8 @@ class Pilot:
         damaged: resident weights are not what they should be.
 
     Args:
-        store: the channel.
+        subscriber: reads the channel.
+        access: with which each rank reads its blobs.
         driver: the engine.
         settings: how far to stage ahead.
         spacing: when a commit may be made; commands do not ask it.
@@ -31,7 +33,8 @@ class Pilot:
 
     def __init__(
         self,
-        store: Store,
+        subscriber: Subscriber,
+        access: Access,
         driver: Driver,
         settings: Settings,
         spacing: Spacing,
@@ -39,11 +42,11 @@ class Pilot:
         note: Callable[[Committed], None],
         report: Callable[[DeltaError], None],
     ) -> None:
-        self.subscriber = Subscriber(store)
+        self.subscriber = subscriber
         self.held = False
         self.damaged = False
         self._shunned: set[int] = set()
-        self._store = store
+        self._access = access
         self._driver = driver
         self._settings = settings
         self._spacing = spacing
@@ -63,7 +66,7 @@ class Pilot:
         if self._driver.attached:
             return False
         try:
-            fingerprints = self._driver.attach(self.subscriber.schema, self._store.url)
+            fingerprints = self._driver.attach(self.subscriber.schema, self._access)
             version = None
             if fingerprints is not None:
                 version = self.subscriber.find(self._driver.ledger.root(fingerprints))
@@ -78,15 +81,40 @@ class Pilot:
         return self._plan_to(None)
 
     def _plan_to(self, number: int | None) -> list[Manifest]:
-        return self.subscriber.plan(self._driver.resident, number=number, without=self._shunned)
+        return self._lead(self._driver.resident, number)
 
-    def advance(self) -> None:
-        """Does the next thing that brings the engine to the newest version, if it may now."""
+    def _lead(self, start: Version | None, number: int | None) -> list[Manifest]:
+        return self.subscriber.plan(
+            start,
+            number=number,
+            without=self._shunned,
+            at_most_bytes=self._settings.memory_bytes,
+        )
+
+    def _batch(self, chain: Sequence[Manifest]) -> Sequence[Manifest]:
+        """As many versions as are staged together."""
+        most = len(chain) if chain[0].kind == "anchor" else self._settings.stage_ahead
+        return self._within_memory(chain[:most])
+
+    def _within_memory(self, chain: Sequence[Manifest]) -> Sequence[Manifest]:
+        n_bytes = 0
+        for place, manifest in enumerate(chain):
+            n_bytes += peak_bytes(manifest)
+            if place and n_bytes > self._settings.memory_bytes:
+                return chain[:place]
+        return chain
+
+    def advance(self, *, hurry: bool = False) -> None:
+        """Does the next thing that brings the engine to the newest version, if it may now.
+
+        Args:
+            hurry: do not wait between two commits.
+        """
         if self._driver.fenced or (self.damaged and not self.held):
             self._heal()
         elif not self.held and (chain := self.plan()):
-            batch = chain if chain[0].kind == "anchor" else chain[: self._settings.stage_ahead]
-            if self._spacing.wait_s > 0 and self._driver.resident is not None:
+            batch = self._batch(chain)
+            if self._spacing.wait_s > 0 and self._driver.resident is not None and not hurry:
                 self._driver.stage(batch)
             else:
                 self._commit(batch)
@@ -173,7 +201,7 @@ class Pilot:
         if resident is not None and (target is None or target.number < resident.number):
             return False
         while chain:
-            done = self._driver.commit(chain)
+            done = self._driver.commit(self._within_memory(chain))
             if done.versions:
                 self.damaged = False
             self._note(done)
@@ -185,7 +213,7 @@ class Pilot:
     def _anchored(self) -> list[Manifest]:
         """The way to the newest version from an anchor that can be loaded; perhaps none."""
         try:
-            chain = self.subscriber.plan(None, without=self._shunned)
+            chain = self._lead(None, None)
         except DeltaError as error:
             self._report(error)
             return []
@@ -207,8 +235,7 @@ class Pilot:
         while self._before(number):
             self._driver.rollback()
         while chain := self._plan_to(number):
-            batch = chain if chain[0].kind == "anchor" else chain[: self._settings.stage_ahead]
-            if (problem := self._try(batch)) is not None and not self._shun(*problem):
+            if (problem := self._try(self._batch(chain))) is not None and not self._shun(*problem):
                 raise problem[0]
         self.held = number is not None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_delta.engine.settings import Settings, read_settings
-from vllm_delta.errors import ChannelError, SettingsError
+from vllm_delta.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,16 +92,10 @@ def _check(config: Any) -> Settings:
 
 
 def _check_channel(settings: Settings) -> None:
-    """An address that cannot be one is told at once; a directory may come later."""
-    from vllm_delta.channel import open_channel
+    """What cannot be an address, a key or a cache is told at once; a directory may come later."""
+    from vllm_delta.engine import access
 
-    if settings.channel is None:
-        return
-    try:
-        open_channel(settings.channel)
-    except SettingsError as error:
-        raise SettingsError(error.message, **{"field": "channel", **error.facts}) from error
-    except ChannelError as error:
+    if (error := access.check(settings)) is not None:
         logger.warning("The channel is out of reach for now: %s", error)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta.channel import LogReader, open_channel
+from vllm_delta.channel import LogReader
 from vllm_delta.codec import Change, LaneDecoder
 from vllm_delta.engine.calls import Answer, pack
 from vllm_delta.engine.reading import read_changes
@@ -45,7 +45,7 @@ class Rank:
         schema: the channel's tensors.
         layout: where this rank holds them.
         patcher: writes the weights.
-        channel: the channel's address.
+        log: reads the channel's blobs.
         rollback_bytes: memory for undoing.
         enter_thread: called first on the staging thread (it selects the device).
     """
@@ -56,14 +56,14 @@ class Rank:
         layout: RankLayout,
         patcher: Patcher,
         *,
-        channel: str,
+        log: LogReader,
         rollback_bytes: int,
         enter_thread: Callable[[], None],
     ) -> None:
         self.layout = layout
         self._schema = schema
         self._patcher = patcher
-        self._log = LogReader(open_channel(channel))
+        self._log = log
         self._rollback_bytes = rollback_bytes
         self._enter_thread = enter_thread
         self._stager = Stager(self._build, self._resident)

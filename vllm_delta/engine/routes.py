@@ -88,13 +88,15 @@ class DeltaEndpoints:
 
 
 def _guard_health(engine_client: Any, follower: Follower) -> None:
-    """Makes ``/health`` say 503 while the engine is fenced."""
+    """Makes ``/health`` say 503 until the engine has joined its channel, and while it is fenced."""
     check = engine_client.check_health
 
     async def check_health() -> None:
         await check()
         if follower.fenced:
             raise EngineDeadError("vllm_delta fenced the engine; see /v1/delta/status")
+        if not follower.ready:
+            raise EngineDeadError("the engine has not joined its channel; see /v1/delta/status")
 
     engine_client.check_health = check_health
 

@@ -12,12 +12,13 @@ from vllm_delta.engine.driver import Committed, Driver
 from vllm_delta.engine.metrics import Metrics
 from vllm_delta.engine.pilot import Pilot
 from vllm_delta.engine.spacing import Spacing
-from vllm_delta.errors import DeltaError
+from vllm_delta.errors import DeltaError, RateLimitError
 from vllm_delta.format import Version
 
 logger = init_logger(f"vllm.{__name__}")
 
 _LONGEST_BACKOFF_S = 60.0
+_LONGEST_PATIENCE_S = 3600.0
 _LOG_AGAIN_S = 60.0
 
 
@@ -56,6 +57,7 @@ class Standing:
         self._lag: tuple[int, float | None] = (0, None)
         self._n_failures = 0
         self._retry_at = 0.0
+        self._ask_at = 0.0
         self._logged_at = -math.inf
         self.error: dict[str, Any] | None = None
 
@@ -67,6 +69,13 @@ class Standing:
     def retry_now(self) -> None:
         """There is news; do not wait any longer."""
         self._retry_at = 0.0
+
+    def patience(self) -> RateLimitError | None:
+        """What to answer in place of asking a store that wants to be left alone; None: ask it."""
+        left_s = self._ask_at - self._monotonic()
+        if left_s <= 0:
+            return None
+        return RateLimitError("the store asked to be left alone", retry_after_s=left_s)
 
     def note(self, done: Committed) -> None:
         """Takes note of a commit."""
@@ -93,7 +102,11 @@ class Standing:
         self.report(error)
         self._n_failures += 1
         backoff_s = self._first_backoff_s * 2.0 ** min(self._n_failures, 16)
-        self._retry_at = self._monotonic() + min(backoff_s, _LONGEST_BACKOFF_S)
+        now = self._monotonic()
+        if isinstance(error, RateLimitError):
+            asked_s = error.facts.get("retry_after_s") or 0.0
+            self._ask_at = max(self._ask_at, now + min(asked_s, _LONGEST_PATIENCE_S))
+        self._retry_at = max(now + min(backoff_s, _LONGEST_BACKOFF_S), self._ask_at)
 
     def report(self, error: DeltaError) -> None:
         """Takes note of an error."""

@@ -8,12 +8,13 @@ for the next call, so errors are returned as values, and every answer repeats th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
 
 from vllm_delta.engine import cpu, trace
+from vllm_delta.engine.access import Access
 from vllm_delta.engine.calls import Answer, unpack
 from vllm_delta.engine.rank import Rank
 from vllm_delta.errors import DeltaError, EngineError
@@ -67,7 +68,9 @@ class WorkerExtension:
     device: Any
 
     @_answers
-    def delta_attach(self, call: str, schema: bytes, channel: str, rollback_bytes: int) -> Answer:
+    def delta_attach(
+        self, call: str, schema: bytes, access: Mapping[str, Any], rollback_bytes: int
+    ) -> Answer:
         """Learns where this rank holds the channel's tensors, and fingerprints them."""
         parsed = parse_schema(schema)
         traced = trace.trace_layout(
@@ -77,7 +80,7 @@ class WorkerExtension:
             parsed,
             traced.layout,
             Patcher(parsed, traced.layout, traced.storages),
-            channel=channel,
+            log=Access.from_dict(access).open(),
             rollback_bytes=rollback_bytes,
             enter_thread=self._delta_enter_thread,
         )
