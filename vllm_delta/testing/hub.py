@@ -206,8 +206,7 @@ class LoopbackHub:
 def _need_packages() -> None:
     try:
         import aiohttp  # noqa: F401
-
-        __import__("lz4.frame")
+        import lz4.frame  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "the loopback Hub needs aiohttp and lz4: pip install 'vllm-delta[testing]'"

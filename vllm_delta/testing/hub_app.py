@@ -18,7 +18,7 @@ from vllm_delta.testing.hub_files import Files, refusal
 from vllm_delta.testing.hub_s3 import S3Gateway
 from vllm_delta.testing.hub_state import Bucket, HubState
 
-Class = Literal["api", "resolver", "cas", "s3", "cdn"]
+Class = Literal["api", "resolver", "cas", "s3", "cdn", "other"]
 Need = Literal["", "any", "read", "write", "cas-read", "cas-write"]
 Answer = Awaitable[web.StreamResponse]
 Handler = Callable[[web.Request, HubFault | None], Answer]
@@ -47,11 +47,11 @@ class Route:
 def make_app(state: HubState) -> tuple[web.Application, Control]:
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     files, events = Files(state), Events(state)
-    routes = [*_api_routes(state, files, events), *_cas_routes(state), *_s3_routes(state, files)]
-    for route in routes:
-        app.router.add_route(route.method, route.path, _serve(state, route))
     control = Control(state, events)
     app.add_routes(control.routes())
+    routes = [*_api_routes(state, files, events), *_cas_routes(state), *_s3_routes(state, files)]
+    for route in (*routes, Route("*", "/{rest:.*}", "other", "other", "", _nothing)):
+        app.router.add_route(route.method, route.path, _serve(state, route))
     return app, control
 
 
@@ -75,7 +75,7 @@ def _api_routes(state: HubState, files: Files, events: Events) -> list[Route]:
         Route("GET", one + "/events", "api", "events", "any", of_bucket=events.follow),
         Route("*", "/buckets/{namespace}/{bucket}/resolve/{path:.+}", "resolver", "resolve",
               "any", of_bucket=files.resolve),
-        Route("*", "/cdn/{name}", "cdn", "cdn", "", files.cdn),
+        Route("*", "/cdn/{name}", "cdn", "cdn.get", "", files.cdn),
     ]  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def _cas_routes(state: HubState) -> list[Route]:
         Route("GET", base + chunk, "cas", "chunk", "cas-read", cas.find_chunk),
         Route("GET", base + "/v1" + recon, "cas", "reconstruct", "cas-read", cas.reconstruct_v1),
         Route("GET", base + "/v2" + recon, "cas", "reconstruct", "cas-read", cas.reconstruct_v2),
-        Route("POST", base + "/v1/telemetry", "cas", "telemetry", "", cas.telemetry),
-        Route("*", base + "/{rest:.*}", "cas", "unknown", "", _nothing),
+        Route("*", base + "/{rest:.*}", "cas", "cas.other", "", _nothing),
+        Route("POST", "/v1/telemetry", "cas", "telemetry", "", cas.telemetry),
         Route("GET", "/xorb/{name}", "cas", "xorb", "", cas.get_xorb),
     ]  # fmt: skip
 

@@ -94,9 +94,10 @@ def _resume_at(request: web.Request, bucket: Bucket) -> int | None:
         return cursor if cursor >= oldest else None
     if "since" in request.query:
         since = request.query["since"]
-        if oldest > 0 and (not kept or kept[0].at > since):
+        # Times are in whole milliseconds: what happened in the same one is told, perhaps again.
+        if oldest > 0 and (not kept or kept[0].at >= since):
             return None
-        return next((one.cursor - 1 for one in kept if one.at > since), bucket.cursor)
+        return next((one.cursor - 1 for one in kept if one.at >= since), bucket.cursor)
     return bucket.cursor
 
 

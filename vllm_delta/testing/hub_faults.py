@@ -19,7 +19,7 @@ status: answered with `status` (and `retry_after_s`; for 429 `reset_s` in a `Rat
 nothing done. drop: connection closed, nothing done. lose_answer: done, then closed. delay: done
 `delay_s` later. hold: done when `HubFaults.release` is called. corrupt: byte `n` of the answer has
 one bit flipped. truncate: the answer ends after `n` bytes and is well formed. cut: the connection
-closes after `n` bytes of it (corrupt, truncate, cut: `resolve`, `xorb`, `cdn`, `s3.get`).
+closes after `n` bytes of it (corrupt, truncate, cut: `resolve`, `xorb`, `cdn.get`, `s3.get`).
 stale: the newest `n` entries of the bucket are not seen (`tree`, `paths-info`, `resolve`,
 `s3.list`, `s3.get`, `s3.head`). refuse: the first `n` operations of a `batch` fail. half: the last
 `n` operations of a `batch` are not done, then the connection closes. expired: the token given is

@@ -10,14 +10,13 @@ server believes them.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
+import lz4.frame
 import numpy as np
 
 EMPTY_HASH = "0" * 64
@@ -69,7 +68,7 @@ class Xorb:
         scheme = self.data[place + 4]
         if scheme == 0:
             return payload
-        plain: bytes = _lz4().decompress(payload)
+        plain: bytes = lz4.frame.decompress(payload)
         return plain if scheme == 1 else _join_planes(plain)
 
     def damaged(self, index: int, place: int) -> Xorb:
@@ -222,7 +221,3 @@ def _join_planes(planes: bytes) -> bytes:
         joined[plane::4] = source[place : place + length]
         place += length
     return joined.tobytes()
-
-
-def _lz4() -> Any:
-    return importlib.import_module("lz4.frame")
