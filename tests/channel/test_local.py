@@ -36,56 +36,6 @@ def files_under(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
 
 
-@pytest.mark.parametrize("form", ["{}", "file://{}", "file://localhost{}", "FILE://{}"])
-def test_a_channel_opens_by_path_and_by_file_url(tmp_path: Path, form: str) -> None:
-    place = tmp_path / "a channel"
-    LocalStore(place).put("head", b"x")
-    url = form.format(str(place).replace(" ", "%20") if "://" in form else place)
-    store = open_channel(url)
-    assert store.get("head", max_bytes=1) == b"x"
-    assert open_channel(store.url).get("head", max_bytes=1) == b"x"
-    assert open_channel(place).url == store.url
-
-
-@pytest.mark.parametrize("name", [b"\xff\xfe", b"%41", b"a#b?c", b"x\ny", b" ", "é".encode()])
-def test_the_url_of_any_directory_opens_it_again(tmp_path: Path, name: bytes) -> None:
-    store = LocalStore(tmp_path / os.fsdecode(name))
-    store.put("head", b"x")
-    assert open_channel(store.url).get("head", max_bytes=1) == b"x"
-
-
-def test_a_home_of_nobody_is_refused() -> None:
-    with pytest.raises(SettingsError, match="~nobody-of-this-name"):
-        open_channel("~nobody-of-this-name/x")
-
-
-def test_a_relative_path_means_where_it_was_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    store = open_channel("here")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    store.put("head", b"x")
-    assert (tmp_path / "here/head").exists()
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["s3://bucket/x", "hf://buckets/a/b", "https://x/y", "file://host/x", "file:///x?y=1", "",
-     "file:///x#y", "a\0b", "file:///a%00b"],
-)  # fmt: skip
-def test_other_addresses_are_refused_with_what_is_supported(url: str) -> None:
-    with pytest.raises(SettingsError, match=r"supported=.*file://"):
-        open_channel(url)
-
-
-def test_a_file_is_no_channel(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(SettingsError, match="plain directory"):
-        open_channel(tmp_path / "file")
-
-
 def test_opening_and_reading_write_nothing(tmp_path: Path) -> None:
     log = Log(open_channel(tmp_path / "channel"))
     assert log.tail() is None

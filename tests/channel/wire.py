@@ -44,6 +44,8 @@ class Wire:
         self.always: Fault = None if endpoint else (404, "")
         self.more_headers: dict[str, str] = {}
         self.more_body = ""
+        self.content: bytes | None = None
+        """What is answered with a status that is told, in place of an error's text."""
         self.hold: Callable[[], object] = lambda: None
 
     @property
@@ -104,6 +106,7 @@ class Wire:
         if isinstance(fault, tuple):
             status, code = fault
             text = (_ERROR.format(code, self.more_body) if code else "").encode()
+            text = text if self.content is None else self.content
             _reply(request, status, self.more_headers, text, len(text))
             return
         assert self._host is not None

@@ -12,6 +12,7 @@ from vllm_delta.channel.keys import NO_KEYS, Keys
 from vllm_delta.channel.local import LocalStore
 from vllm_delta.channel.log import Log
 from vllm_delta.channel.object import ObjectStore
+from vllm_delta.channel.object_clients import shown
 from vllm_delta.channel.reader import LogReader
 from vllm_delta.channel.retry import RetryingStore, RetryPolicy
 from vllm_delta.channel.store import Store
@@ -87,5 +88,5 @@ def _file(url: str, scheme: str) -> Store:
     path = os.fsdecode(unquote_to_bytes(parts.path))
     plain = parts.netloc in ("", "localhost") and not parts.query and not parts.fragment
     if scheme != "file" or not plain or "\0" in path:
-        raise SettingsError("not a channel's address", url=url, supported=_SUPPORTED)
+        raise SettingsError("not a channel's address", url=shown(url), supported=_SUPPORTED)
     return LocalStore(Path(path))

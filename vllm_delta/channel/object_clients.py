@@ -86,8 +86,12 @@ def parse_address(url: str) -> Address:
 
 
 def _bad(url: str, why: str, **facts: str) -> SettingsError:
-    shown = re.sub(r"//[^/]*@", "//", re.split(r"[?#]", url)[0])
-    return SettingsError(why, url=shown, supported=SUPPORTED, **facts)
+    return SettingsError(why, url=shown(url), supported=SUPPORTED, **facts)
+
+
+def shown(url: str) -> str:
+    """A URL without the parts that secrets are put in."""
+    return re.sub(r"//[^/]*@", "//", re.split(r"[?#]", url)[0])
 
 
 def connect(address: Address) -> Client:
@@ -113,7 +117,9 @@ def connect(address: Address) -> Client:
         return _MAKERS[address.scheme](address.bucket, endpoint, options)
     except BaseError as error:
         cause = str(error).partition("\n")[0]
-        raise SettingsError("an object store's settings", url=address.url, cause=cause) from error
+        raise SettingsError(
+            "an object store's settings do not fit", url=address.url, cause=cause
+        ) from error
 
 
 def _endpoint(scheme: str) -> str:
@@ -173,7 +179,9 @@ def _profile() -> Any:
     except ValueError:
         return None  # the files hold none: the machine may
     except BotoCoreError as error:
-        raise SettingsError("an AWS profile", profile=named, cause=str(error)) from error
+        raise SettingsError(
+            "an AWS profile cannot be used", profile=named, cause=str(error)
+        ) from error
 
 
 def _has_aws_files() -> bool:
