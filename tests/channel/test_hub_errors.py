@@ -9,6 +9,7 @@ from email.utils import format_datetime
 import pytest
 
 from tests.channel.hubs import BLOB, LARGE, asking, opened, told
+from vllm_delta.channel import hub_client
 from vllm_delta.channel.hub import HubStore
 from vllm_delta.errors import (
     AuthError,
@@ -192,3 +193,39 @@ def test_storage_that_is_full_is_told_apart_from_a_right_that_is_missing() -> No
         for kind in (ChannelFullError, AuthError):
             with pytest.raises(kind):
                 asking(endpoint).get(HEAD_KEY, max_bytes=5)
+
+
+def test_a_hub_that_says_nothing_is_a_channel_error(
+    hub: LoopbackHub, store: HubStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "READ_TIMEOUT_S", 0.3)
+    calls = {
+        "resolve": lambda: store.get(HEAD_KEY, max_bytes=1),
+        "batch": lambda: store.put(HEAD_KEY, b"x"),
+        "tree": lambda: store.list(""),
+        "xet-read-token": lambda: b"".join(store._xet.stream("ab" * 32, 10)),
+    }
+    for route, call in calls.items():
+        hub.faults.add(route, "hold")
+        with pytest.raises(ChannelError, match="cannot be reached"):
+            call()
+        hub.faults.release()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "ftp://x/y",
+        "http://[",
+        "http:///x",
+        "http://x:y/",
+        "http://xn--/",
+        "/" + "x" * 20_000,
+        "\x7f:",
+    ],
+)
+def test_a_redirect_to_no_address_is_a_channel_error(where: str) -> None:
+    with told((302, {"Location": where}, b""), (302, {}, b"")) as endpoint:
+        for _ in range(2):
+            with pytest.raises(ChannelError):
+                asking(endpoint).get(HEAD_KEY, max_bytes=1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.channel.hubs import BLOB, Woken, opened
+from vllm_delta.channel import hub_events
 from vllm_delta.channel.hub import HubStore
 from vllm_delta.format import HEAD_KEY, manifest_key
 from vllm_delta.testing.hub import LoopbackHub
@@ -96,3 +97,28 @@ def test_a_watch_waits_as_long_as_it_is_asked_to(hub: LoopbackHub, store: HubSto
     start_s = time.monotonic()
     stop()
     assert time.monotonic() - start_s < 1
+
+
+def test_a_stream_that_is_silent_for_too_long_is_begun_anew(
+    hub: LoopbackHub, store: HubStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_events, "SILENCE_S", 0.2)
+    woken = Woken()
+    stop = store.watch(woken)
+    assert stop is not None
+    assert woken.wait(3, 15), "not connected anew"
+    stop()
+
+
+def test_events_are_parsed_however_they_are_cut_and_rubbish_is_passed_over() -> None:
+    stream = (
+        b': ping\n\nevent: ready\r\ndata: {"cursor": "1"}\r\n\r\n'
+        b'event:changes\ndata:{"changes":\ndata: []}\n\nid: 7\nevent: odd\ndata: no JSON\n\n'
+        b"event: list\ndata: []\n\ndata: {}\n\nevent: reset\n\nevent: cut off\ndata: {}\n"
+    )
+    wanted = [("ready", {"cursor": "1"}), ("changes", {"changes": []}), ("reset", {})]
+    for n in (1, 2, 7, len(stream)):
+        pieces = [stream[start : start + n] for start in range(0, len(stream), n)]
+        assert list(hub_events._events(pieces)) == wanted
+    with pytest.raises(ValueError, match="no end"):
+        list(hub_events._events([b"data: x"] * 10 + [bytes(hub_events.MAX_EVENT_BYTES)]))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
+from importlib import import_module
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -28,12 +29,14 @@ READ_TIMEOUT_S = 30.0
 """Longest silence of the Hub within an answer, and longest time to read a small answer whole."""
 
 MAX_REDIRECTS = 5
+MAX_URL = 16_384
 MAX_ANSWER_BYTES = 64 << 20
 MAX_PAGES = 10_000
 
 _RECURSIVE: Mapping[str, str] | None = {"recursive": "true"}
 _LONGEST_TEXT = 300
 _RATE_LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*([0-9]{1,9})(?![0-9])")
+_USER = re.compile(r"//[^/\s]*@")
 _QUERY = re.compile(r"\?[^\s\"')]*")
 _NO_ROOM = re.compile(
     r"storage\b.{0,40}\b(limit|quota|exceed)|quota\b.{0,20}\bexceed", re.IGNORECASE | re.DOTALL
@@ -87,7 +90,7 @@ class HubClient:
 
     @contextmanager
     def send(
-        self, method: str, url: str, *, follow: bool = True, read_timeout_s: float = READ_TIMEOUT_S,
+        self, method: str, url: str, *, follow: bool = True, read_timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None, params: Mapping[str, str] | None = None,
         content: bytes | None = None,
     ) -> Iterator[Response]:  # fmt: skip
@@ -100,7 +103,8 @@ class HubClient:
             ChannelError: no answer, or the connection broke while it was read within the block.
         """
         sent = {**self.headers(), "accept-encoding": "identity", **(headers or {})}
-        timeout = (CONNECT_TIMEOUT_S, read_timeout_s, READ_TIMEOUT_S, CONNECT_TIMEOUT_S)
+        read_s = READ_TIMEOUT_S if read_timeout_s is None else read_timeout_s
+        timeout = (CONNECT_TIMEOUT_S, read_s, READ_TIMEOUT_S, CONNECT_TIMEOUT_S)
         with self._errors(url):
             for _ in range(MAX_REDIRECTS + 1):
                 with self._utils.get_session().stream(
@@ -111,7 +115,7 @@ class HubClient:
                     if response.status_code not in (301, 302, 303, 307, 308) or not target:
                         yield response
                         return
-                    target = urljoin(url, target)
+                    target = _joined(url, target)
                     if not same_host(url, target):
                         if not follow:
                             yield response
@@ -134,7 +138,7 @@ class HubClient:
     def post(self, url: str, content: bytes, content_type: str) -> tuple[int, Any]:
         """Post, and return the status, 200 or 422, with the answer's JSON."""
         headers = {"content-type": content_type}
-        with self.send("POST", url, content=content, headers=headers) as response:
+        with self.send("POST", url, content=content, headers=headers, follow=False) as response:
             if response.status_code not in (200, 422):
                 raise self.error(response)
             return response.status_code, _json(read(response, MAX_ANSWER_BYTES))
@@ -152,7 +156,7 @@ class HubClient:
             if not link:
                 return
             # Not an empty dictionary: that takes the query away.
-            url, params = urljoin(url, link), None
+            url, params = _joined(url, link), None
             if not same_host(url, self.endpoint):
                 raise ChannelError("a listing goes on at another host", url=plain(url))
         raise ChannelError("a listing has no end", bucket=self.bucket, n_pages=MAX_PAGES)
@@ -195,15 +199,15 @@ class HubClient:
     def _errors(self, url: str) -> Iterator[None]:
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-        # `httpx.HTTPError` or `httpx2.HTTPError`: what everything either raises on its way is.
-        http_error: Any = HfHubHTTPError.__bases__[0]
+        # `httpx` or `httpx2`.
+        library = import_module(HfHubHTTPError.__bases__[0].__module__)
         try:
             yield
         except OfflineModeIsEnabled as error:
             raise SettingsError("the Hub is needed, and it is in offline mode") from error
         except DeltaError:
             raise
-        except http_error as error:
+        except (library.HTTPError, library.InvalidURL) as error:
             raise ChannelError(
                 "the Hub cannot be reached", url=plain(url), cause=_cause(error)
             ) from error
@@ -252,8 +256,6 @@ def too_large(key: str, n_bytes: int, max_bytes: int) -> DigestError:
 
 def require(module: str, version: str) -> Any:
     """Import one of the Hub's clients, or say what to install."""
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ImportError as error:
@@ -269,9 +271,21 @@ def same_host(url: str, other: str) -> bool:
     return (one.scheme, one.netloc.lower()) == (two.scheme, two.netloc.lower())
 
 
+def _joined(url: str, target: str) -> str:
+    """Where an answer sends us."""
+    try:
+        target = urljoin(url, target)
+        parts = urlsplit(target)
+        if parts.scheme in ("http", "https") and parts.hostname and len(target) < MAX_URL:
+            return target
+    except ValueError:
+        pass
+    raise ChannelError("redirected to no address", url=plain(url))
+
+
 def plain(text: str) -> str:
-    """Without the queries of addresses, which can hold signatures that let one in."""
-    return _QUERY.sub("", text)[:_LONGEST_TEXT]
+    """Without the parts of addresses that can hold what lets one in."""
+    return _USER.sub("//", _QUERY.sub("", text))[:_LONGEST_TEXT]
 
 
 def _cause(error: BaseException) -> str:

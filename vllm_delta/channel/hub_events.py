@@ -56,11 +56,9 @@ class _Follower(threading.Thread):
 
     def stop(self) -> None:
         self._stopping.set()
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             if self._socket is not None:
-                # Wakes the thread that reads from it. Not the method of a TLS socket, which
-                # would also take away what that thread is reading through.
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+                _shut(self._socket)
         if self is not threading.current_thread():
             self.join(JOIN_S)
 
@@ -99,24 +97,23 @@ class _Follower(threading.Thread):
                 raise self._hub.error(answer)
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                 return False
-            with self._interruptible(answer):
+            self._set_socket(answer)
+            try:
                 for name, data in _events(answer.iter_raw()):
                     if self._stopping.is_set() or not self._take(name, data):
                         break
+            finally:
+                self._set_socket(None)
         return True
 
-    @contextlib.contextmanager
-    def _interruptible(self, answer: Response) -> Iterator[None]:
-        stream = answer.extensions.get("network_stream")
-        found = stream.get_extra_info("socket") if stream is not None else None
+    def _set_socket(self, answer: Response | None) -> None:
+        """Let `stop` get at what the thread is about to read from."""
+        stream = None if answer is None else answer.extensions.get("network_stream")
+        found = None if stream is None else stream.get_extra_info("socket")
         with self._lock:
             self._socket = found if isinstance(found, socket.socket) else None
-        try:
-            if not self._stopping.is_set():
-                yield
-        finally:
-            with self._lock:
-                self._socket = None
+            if self._stopping.is_set() and self._socket is not None:
+                _shut(self._socket)
 
     def _take(self, name: str, data: dict[str, Any]) -> bool:
         """Act on one event. False: the stream ends here."""
@@ -140,6 +137,13 @@ class _Follower(threading.Thread):
         if not isinstance(change, dict) or change.get("op") == "delete":
             return False
         return self._concerns(str(change.get("path", "")))
+
+
+def _shut(connection: socket.socket) -> None:
+    """Have the thread that reads from it read an end."""
+    with contextlib.suppress(OSError):
+        # Not the method of a TLS socket, which takes away what that thread reads through.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
