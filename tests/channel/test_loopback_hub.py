@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -76,22 +74,8 @@ def test_files_of_any_size_come_back_through_every_door(
                 assert xet_read(hub, path) == data, path
 
 
-def test_what_came_through_the_gateway_is_read_through_every_door(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
-    sizes = {"empty": 0, "seven": 7, "parts": 12_000_000}  # the last one is sent in parts
-    files = {path: noise(n_bytes, 2) for path, n_bytes in sizes.items()}
-    for path, data in files.items():
-        obstore.put(s3(hub), path, data)
-    assert hub.counts["s3.upload"] == 2
-    assert download(hub, list(files), tmp_path) == files
-    assert {path: s3_read(hub, path) for path in files} == files
-    assert {path: resolve(hub, path).content for path in files} == files
-    assert xet_read(hub, "parts") == files["parts"]
-
-
 def test_ranges_are_those_asked_for_and_nothing_else(hub: LoopbackHub) -> None:
-    for path in ("b/thirty", "floats", "zeros"):
+    for path in ("b/five", "floats", "zeros"):
         data = FILES[path]
         upload(hub, {path: data})
         for start, end in ((0, 1), (65_535, 65_537), (131_071, 1_900_001), (5, len(data))):
@@ -234,46 +218,6 @@ def test_a_read_sent_to_the_cdn_needs_and_shows_no_credentials(tmp_path: Path) -
         assert answer.headers["X-Linked-Size"] == "5000000"
         assert httpx.get(answer.headers["Location"], trust_env=False).content == FILES["b/five"]
         assert (hub.counts["cdn.get"], hub.counts["cdn.authorization"]) == (3, 0)
-
-
-def test_of_eight_conditional_writes_through_the_gateway_one_wins(hub: LoopbackHub) -> None:
-    for round_number in range(10):
-        start = threading.Barrier(8)
-
-        def race(writer: int, key: str, start: threading.Barrier = start) -> bool:
-            store = s3(hub)
-            start.wait(30)
-            try:
-                obstore.put(store, key, b"%d" % writer, mode="create")
-            except obstore.exceptions.AlreadyExistsError:
-                return False
-            return True
-
-        key = f"m/{round_number}"
-        with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(lambda writer, key=key: race(writer, key), range(8)))
-        assert sum(won) == 1
-        assert hub.read(BUCKET, key) == b"%d" % won.index(True)
-
-
-def test_objects_of_the_gateway_are_described_replaced_and_deleted(hub: LoopbackHub) -> None:
-    store = s3(hub)
-    first = obstore.put(store, "a&b <c>", b"first")
-    obstore.put(store, "other", b"")
-    with pytest.raises(obstore.exceptions.PreconditionError):
-        obstore.put(store, "a&b <c>", b"second", mode={"e_tag": '"another"'})
-    obstore.put(store, "a&b <c>", b"second", mode={"e_tag": first["e_tag"]})
-    assert obstore.head(store, "a&b <c>")["size"] == 6
-    assert [one["path"] for one in obstore.list(store).collect()] == ["a&b <c>", "other"]
-    obstore.delete(store, ["a&b <c>", "absent"])
-    obstore.delete(store, "other")
-    assert hub.paths(BUCKET) == []
-    with pytest.raises(FileNotFoundError):
-        obstore.get(store, "other")
-    with pytest.raises(FileNotFoundError):
-        obstore.put(s3(hub, bucket="me/absent"), "key", b"data")
-    url = f"{hub.endpoint}/s3/{BUCKET}/key"
-    assert httpx.get(url, trust_env=False).status_code == 403, "not signed"
 
 
 def test_requests_are_counted_by_class_and_route(hub: LoopbackHub, tmp_path: Path) -> None:

@@ -214,6 +214,13 @@ def test_two_writers_who_look_write_and_look_can_both_think_they_won(hub: Loopba
     assert hub.read(BUCKET, "m/1") == b"second"
 
 
+def test_a_fault_that_could_never_strike_is_refused(hub: LoopbackHub) -> None:
+    with pytest.raises(ValueError, match="no route or class 'bach'"):
+        hub.faults.add("bach", "status")
+    with pytest.raises(ValueError, match="unknown fault"):
+        hub.faults.add("batch", "nonsense")
+
+
 def test_faults_strike_where_when_and_as_often_as_said() -> None:
     faults = HubFaults()
     faults.add("api", "status", times=2, skip=1, path="/batch")
@@ -225,8 +232,6 @@ def test_faults_strike_where_when_and_as_often_as_said() -> None:
     assert len(faults.suffered) == 7
     faults.clear()
     assert faults.draw("api", "tree", "/tree") is None
-    with pytest.raises(ValueError, match="unknown fault"):
-        faults.add("api", "nonsense")
 
 
 def test_another_process_has_it_do_wrong_by_the_control_route(hub: LoopbackHub) -> None:

@@ -50,8 +50,11 @@ def make_app(state: HubState) -> tuple[web.Application, Control]:
     control = Control(state, events)
     app.add_routes(control.routes())
     routes = [*_api_routes(state, files, events), *_cas_routes(state), *_s3_routes(state, files)]
-    for route in (*routes, Route("*", "/{rest:.*}", "other", "other", "", _nothing)):
+    routes.append(Route("*", "/{rest:.*}", "other", "other.any", "", _nothing))
+    for route in routes:
         app.router.add_route(route.method, route.path, _serve(state, route))
+    names = {name for route in routes for name in (route.kind, route.name)}
+    state.faults.names = frozenset(names | {"*"})
     return app, control
 
 

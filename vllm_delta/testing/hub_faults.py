@@ -62,13 +62,20 @@ class HubFaults:
 
     def __init__(self) -> None:
         self.suffered: list[HubFault] = []
+        self.names: frozenset[str] | None = None
         self._planned: list[tuple[HubFault, Counter[str]]] = []
         self._changed = threading.Condition()
         self._held: list[Callable[[], object]] = []
 
     def add(self, where: str, kind: Kind, **facts: object) -> HubFault:
-        """Plan a fault; `facts` are the other fields of `HubFault`."""
+        """Plan a fault; `facts` are the other fields of `HubFault`.
+
+        Raises:
+            ValueError: there is no such kind, or no such route or class in a Hub that runs.
+        """
         fault = HubFault(where=where, kind=kind, **facts)  # type: ignore[arg-type]
+        if self.names is not None and where not in self.names:
+            raise ValueError(f"no route or class {where!r}; there are {sorted(self.names)}")
         with self._changed:
             self._planned.append((fault, Counter()))
         return fault
