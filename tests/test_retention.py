@@ -113,6 +113,8 @@ def test_what_counts_against_an_anchor_is_what_a_newcomer_would_take():
     assert retention.catch_up_bytes == 40
     tail = take(retention, tail, "merged", 15, 4, 0)
     assert retention.catch_up_bytes == 15
+    tail = take(retention, tail, "merged", 16, 4, 0)
+    assert retention.catch_up_bytes == 15
     tail = take(retention, tail, "delta", 35, 5, 4)
     assert not retention.anchor_due()
     tail = take(retention, tail, "delta", 1, 6, 5)

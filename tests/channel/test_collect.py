@@ -106,6 +106,34 @@ def test_what_was_never_named_takes_owning_the_channel(store):
     assert weights_at(store) == weights
 
 
+def test_what_a_trainer_publishes_until_it_is_fenced_stays():
+    class Live(MemoryStore):
+        """A trainer publishes once more right before somebody else claims the channel."""
+
+        trainer = None
+
+        def put_new(self, key: str, data: bytes) -> bool:
+            if self.trainer is not None:
+                (log, weights), self.trainer = self.trainer, None
+                self.weights = keep(log, weights, log.position.manifest.low)
+            return super().put_new(key, data)
+
+    store, clock = Live(), Clock()
+    log, weights, doomed = published(store, clock)
+    store.trainer = log, weights
+    assert collect(store, orphans=True, clock=clock).n_objects == len(doomed)
+    assert weights_at(store) == store.weights != weights
+
+
+def test_orphans_go_where_the_mark_never_rose():
+    store, clock = MemoryStore(), Clock()
+    log = Log(store, clock=clock)
+    weights = toy.begin(log, 2)
+    log.put_blob(b"never named")
+    assert collect(store, orphans=True, clock=clock) == Collected(1, None)
+    assert weights_at(store) == weights
+
+
 def test_an_owner_in_its_place_that_is_fenced_itself_stops():
     class Contested(MemoryStore):
         """Another trainer claims the channel while it is listed."""
