@@ -132,7 +132,7 @@ class Fleet:
             rollback_bytes=n_bytes,
             enter_thread=lambda: None,
         )
-        self.ranks.append(rank)
+        self.ranks[number : number + 1] = [rank]
         return {"layout": shard.layout.to_dict(), **rank.scan()}
 
     def delta_proven(self, number: int, version: Any) -> Answer:
@@ -166,6 +166,8 @@ class Fleet:
             "delta_open": self._open,
             "delta_commit": self._commit,
             "delta_core_rollback": self._rollback,
+            "delta_state": self._state,
+            "delta_fingerprints": self._state,
         }
         return {"call": call, **actions[method](*rest)}
 

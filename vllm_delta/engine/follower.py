@@ -275,7 +275,8 @@ class Follower:
             self._standing.fail(error)
             raise
         else:
-            self._standing.succeed()
+            if unread is None:
+                self._standing.succeed()
         finally:
             self._settle()
         return {"version": plain(self._driver.resident), "state": self._state}
