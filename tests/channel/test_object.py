@@ -101,6 +101,22 @@ def test_a_large_object_streams_from_any_start_and_only_if_it_is_not_too_large(
     assert store.get(BLOB, max_bytes=len(data)) == data
 
 
+def test_a_large_object_is_written_in_parts_and_is_there_when_the_last_one_is(
+    s3_bucket: str, wire: Wire
+) -> None:
+    store = ObjectStore(f"s3://{s3_bucket}")
+    data = os.urandom(36 * MIB)
+    wire.script([None, None, (500, "InternalError")])
+    raised(lambda: store.put(BLOB, data), ChannelError)
+    assert store.get(BLOB, max_bytes=1) is None
+    assert store.list("") == []
+    wire.count()
+    store.put(BLOB, data)
+    parts = [asked for asked in wire.count() if asked.startswith("PUT ")]
+    assert parts == [f"PUT /{s3_bucket}/{BLOB}?partNumber"] * 3
+    assert store.get(BLOB, max_bytes=len(data)) == data
+
+
 @pytest.mark.parametrize("start", [0, 1, 100])
 def test_an_absent_object_has_no_stream_and_an_empty_one_an_empty_stream(
     store: ObjectStore, start: int

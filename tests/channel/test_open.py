@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from vllm_delta.errors import AuthError, ChannelError, NotFoundError, RateLimitE
 from vllm_delta.format import blob_key, manifest_key
 from vllm_delta.publisher import Publisher
 from vllm_delta.subscriber import Subscriber
+from vllm_delta.testing.seaweed import Seaweed
 
 pytest_plugins = ["tests.channel.buckets"]
 
@@ -185,6 +187,39 @@ def test_what_is_published_to_a_bucket_is_read_from_it(s3_bucket: str) -> None:
         assert_same(read(open_channel(url), number), wanted)
 
 
+def test_a_version_costs_no_more_requests_than_it_did(
+    s3_bucket: str, seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores charge by the request, and limit them."""
+    with Wire(seaweed.endpoint) as wire:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", wire.endpoint)
+        url, net = f"s3://{s3_bucket}/x", Net()
+        with Publisher(url, net, dtype=BF16) as publisher:
+            subscriber = Subscriber(url)
+            subscriber.refresh()
+            assert subscriber.schema == publisher.schema
+            nudge(net)
+            publisher.publish()  # the first one also looks for what others left
+            subscriber.refresh()
+            nudge(net)
+            wire.count()
+            publisher.publish()
+            wrote = kinds(wire)
+            (manifest,) = subscriber.refresh()
+            assert kinds(wire) == {"GET m": 2, "GET head": 1}
+            assert len(list(subscriber.changes(manifest))) > 0
+            assert kinds(wire) == {"GET b": len(manifest.blobs)}
+            assert wrote == {"PUT b": len(manifest.blobs), "GET m": 2, "PUT m": 1, "PUT head": 1}
+            subscriber.refresh()
+            assert kinds(wire) == {"GET m": 1, "GET head": 1}, "nothing new"
+
+
+def kinds(wire: Wire) -> dict[str, int]:
+    """How many requests of each kind there were since the last call."""
+    asked = (line.split("/x/") for line in wire.count())
+    return dict(Counter(f"{how.split()[0]} {key.split('/')[0]}" for how, key in asked))
+
+
 # Where clients go, and as whom.
 
 
@@ -254,10 +289,13 @@ def test_a_machine_gives_credentials_and_when_it_fails_later_that_may_pass(
         for status, kind in ((500, ChannelError), (403, AuthError)):
             machine.always, machine.content = (status, ""), None
             with pytest.raises(kind, match=f"cause='{status}'"):
-                for _ in range(
-                    10_000
-                ):  # the client keeps what it was given for a tenth of a second
-                    store.get(BLOB, max_bytes=1)
+                ask_often(store)
+
+
+def ask_often(store: ObjectStore) -> None:
+    """Ask until credentials are asked for, which are kept for a tenth of a second."""
+    for _ in range(10_000):
+        store.get(BLOB, max_bytes=1)
 
 
 def test_an_azure_account_must_be_named(no_cloud: None) -> None:

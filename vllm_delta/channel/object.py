@@ -36,6 +36,7 @@ class ObjectStore(Store):
 
     Credentials, region and server are those of the cloud's usual environment; see ADR 0007. A
     large object is written in parts, and is there when the last one is: readers see it whole.
+    Tested against SeaweedFS; of `gs` and `az` only what is sent is checked, never by the clouds.
 
     Args:
         url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
