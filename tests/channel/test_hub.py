@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.channel.hubs import BLOB, LARGE, opened, streamed
-from vllm_delta.channel import Log, LogReader, Store
+from vllm_delta.channel import Log, LogReader, Store, hub_xet
 from vllm_delta.channel.hub import HubStore
 from vllm_delta.errors import AuthError, ChannelError, DigestError, SettingsError
 from vllm_delta.format import HEAD_KEY, blob_key, manifest_key
@@ -348,3 +348,16 @@ def test_a_child_of_a_fork_makes_connections_of_its_own(hub: LoopbackHub, bucket
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_telemetry_of_xet_stays_as_its_user_set_it(
+    hub: LoopbackHub, store: HubStore, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DO_NOT_TRACK")
+    monkeypatch.setenv("HF_XET_TELEMETRY_ENABLED", str(int(is_on)))
+    monkeypatch.setattr(hub_xet, "_shared", None)
+    store.put(BLOB, os.urandom(LARGE))
+    assert bool(hub.counts["telemetry"]) is is_on
+    assert os.environ["HF_XET_TELEMETRY_ENABLED"] == str(int(is_on))
+    assert "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS" not in os.environ
