@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from tests.nets import BF16, Net, assert_same, expected, nudge, read, spoil
-from vllm_delta.channel import Log
+from vllm_delta.channel import Keys, Log
 from vllm_delta.errors import (
     FencedError,
     ModelMismatchError,
@@ -131,6 +131,21 @@ def test_a_delta_names_the_version_it_was_made_from():
     with pytest.raises(ValueError, match="field='base'"):
         publisher.publish()
     assert store.list("m/") == records
+
+
+def test_a_successor_that_seals_with_a_newer_key_writes_anchors_too():
+    """The channel's schema stays the one that the older key sealed."""
+    old, new = bytes(32), bytes(range(32))
+    store, net = MemoryStore(), Net()
+    Publisher(store, net, dtype=BF16, keys=Keys(sealing=(old,)))
+    keys = Keys(sealing=(new, old))
+    publisher = Publisher(store, net, dtype=BF16, keys=keys)
+    nudge(net)
+    publisher.publish()
+    assert publisher.anchor().version.number == 1
+    subscriber = Subscriber(store, keys=keys)
+    subscriber.refresh()
+    assert_same(subscriber.materialise(), expected(net))
 
 
 def test_a_channel_of_another_model_is_left_alone():

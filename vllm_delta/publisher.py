@@ -261,8 +261,11 @@ class Publisher:
         if self._settings.quota_bytes is not None:
             commit.low = self._low_with_anchor(reference)
         mark = time.perf_counter()
-        commit.schema = self._log.put_schema(self.schema.to_bytes())
-        costs.payload_bytes += commit.schema.n_bytes
+        written = self._log.put_schema(self.schema.to_bytes())
+        costs.payload_bytes += written.n_bytes
+        assert self._log.position is not None
+        # Where an older key sealed the channel's schema, that one stays.
+        commit.schema = self._log.position.manifest.schema or written
         costs.upload_s += time.perf_counter() - mark
         self._upload(commit, self._anchor_blobs(reference), costs)
         return self._published("anchor", self._commit(commit, costs), costs)

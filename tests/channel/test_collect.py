@@ -237,6 +237,17 @@ def test_an_empty_channel_stays_empty():
     assert store.list("") == []
 
 
+def test_the_schema_of_a_trainer_that_died_before_its_first_anchor_stays():
+    """Its successor writes the very same object, which a late delete would hit."""
+    store = MemoryStore()
+    log = Log(store)
+    log.claim("trainer")
+    toy.put_schema(log)
+    before = store.list("")
+    assert collect(store, orphans=True) == Collected(0, 0)
+    assert store.list("") == before
+
+
 def test_a_store_out_of_reach_is_told():
     store, clock = MemoryStore(), Clock()
     published(store, clock)

@@ -196,7 +196,10 @@ def collect(
         ChannelError: the store cannot be reached.
     """
     log = Log(store, keys=keys, clock=clock)
-    if (newest := log.tail()) is None:
+    newest = log.tail()
+    # Before the first anchor the schema may be there and not yet named. It is the one object that
+    # is written more than once, so it must never be deleted.
+    if newest is None or newest.manifest.schema is None:
         return Collected(0, 0)
     standing = _standing(log, newest)
     if not _is_old(standing, grace_s, clock, say):
