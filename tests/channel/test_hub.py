@@ -16,7 +16,7 @@ import pytest
 from tests.channel.hubs import BLOB, LARGE, opened, streamed
 from vllm_delta.channel import Log, LogReader, Store, hub_xet
 from vllm_delta.channel.hub import HubStore
-from vllm_delta.errors import AuthError, ChannelError, DigestError, SettingsError
+from vllm_delta.errors import AuthError, ChannelError, DigestError, RateLimitError, SettingsError
 from vllm_delta.format import HEAD_KEY, blob_key, manifest_key
 from vllm_delta.testing import ChannelContract
 from vllm_delta.testing.hub import LoopbackHub
@@ -265,6 +265,10 @@ def test_a_token_that_soon_expires_is_renewed_before_every_use(bucket: str) -> N
             assert streamed(store, BLOB, LARGE) == data
         assert hub.counts["xet-read-token"] >= 3
         assert hub.counts["xet-write-token"] >= 3
+        hub.faults.add("xet-read-token", "status", status=429, retry_after_s=7)
+        with pytest.raises(RateLimitError) as caught:
+            streamed(store, BLOB, LARGE)
+        assert caught.value.retry_after_s == 7
 
 
 def test_a_token_that_is_refused_is_renewed_once(hub: LoopbackHub, store: HubStore) -> None:
@@ -356,7 +360,7 @@ def test_telemetry_of_xet_stays_as_its_user_set_it(
 ) -> None:
     monkeypatch.delenv("DO_NOT_TRACK")
     monkeypatch.setenv("HF_XET_TELEMETRY_ENABLED", str(int(is_on)))
-    monkeypatch.setattr(hub_xet, "_shared", None)
+    monkeypatch.setattr(hub_xet, "_sessions", {})
     store.put(BLOB, os.urandom(LARGE))
     assert bool(hub.counts["telemetry"]) is is_on
     assert os.environ["HF_XET_TELEMETRY_ENABLED"] == str(int(is_on))

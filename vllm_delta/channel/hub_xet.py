@@ -30,9 +30,12 @@ _SETTINGS = {
     "client.retry_base_delay": ("HF_XET_CLIENT_RETRY_BASE_DELAY", timedelta(seconds=0.5)),
     "client.retry_max_duration": ("HF_XET_CLIENT_RETRY_MAX_DURATION", timedelta(seconds=5)),
     "client.connect_timeout": ("HF_XET_CLIENT_CONNECT_TIMEOUT", timedelta(seconds=10)),
-    "client.read_timeout": ("HF_XET_CLIENT_READ_TIMEOUT", timedelta(seconds=30)),
 }
-"""Bounds on what `hf_xet` repeats by itself: in our session only, unless the environment says."""
+"""Bounds on what `hf_xet` repeats by itself: in our sessions only, unless the environment says."""
+
+_READ_TIMEOUT = "client.read_timeout", "HF_XET_CLIENT_READ_TIMEOUT"
+_SILENCE = {"read": timedelta(seconds=30), "write": timedelta(seconds=120)}
+"""Longest wait for the next bytes. A write waits while its 64 MiB pieces are on their way."""
 
 _REFUSED = re.compile(r"\((401 Unauthorized|403 Forbidden)\)")
 _EMPTY_HASH = "0" * 64
@@ -101,7 +104,7 @@ class Xet:
     def _upload(self, token: _Token, objects: Sequence[bytes]) -> list[str]:
         skip = require("hf_xet", "1.8").SKIP_SHA256
         try:
-            with _session().new_upload_commit(**self._arguments("write", token)) as commit:
+            with _session("write").new_upload_commit(**self._arguments("write", token)) as commit:
                 jobs = [commit.start_upload_bytes(data, sha256=skip) for data in objects]
             return [str(job.result().xet_info.hash) for job in jobs]
         except (OSError, RuntimeError, ValueError) as error:
@@ -111,7 +114,7 @@ class Xet:
         """Connections to read with, kept as long as the token is."""
         with self._lock:
             if self._group is None or self._group[:2] != (os.getpid(), token):
-                group = _session().new_download_stream_group(**self._arguments("read", token))
+                group = _session("read").new_download_stream_group(**self._arguments("read", token))
                 self._group = (os.getpid(), token, group)
             return self._group[2]
 
@@ -143,20 +146,21 @@ class Xet:
                 del self._tokens[right]
 
 
-_shared: tuple[int, Any] | None = None
-_shared_lock = threading.Lock()
+_sessions: dict[tuple[int, str], Any] = {}
+_sessions_lock = threading.Lock()
 
 
-def _session() -> Any:
+def _session(right: Literal["read", "write"]) -> Any:
     """This process's Xet session: threads and connections of our own, and bounded retries."""
-    global _shared
-    with _shared_lock:
-        # A child after a fork has none of the parent's threads.
-        if _shared is None or _shared[0] != os.getpid():
+    # By process: a child after a fork has none of the parent's threads.
+    place = os.getpid(), right
+    with _sessions_lock:
+        if place not in _sessions:
             hf_xet = require("hf_xet", "1.8")
-            own = {k: v for k, (name, v) in _SETTINGS.items() if name not in os.environ}
-            _shared = (os.getpid(), hf_xet.XetSession(hf_xet.XetConfig().with_config(own)))
-        return _shared[1]
+            settings = {**_SETTINGS, _READ_TIMEOUT[0]: (_READ_TIMEOUT[1], _SILENCE[right])}
+            own = {k: v for k, (name, v) in settings.items() if name not in os.environ}
+            _sessions[place] = hf_xet.XetSession(hf_xet.XetConfig().with_config(own))
+        return _sessions[place]
 
 
 def _parse(answer: Any) -> _Token:
