@@ -153,6 +153,29 @@ def test_no_bit_of_a_signed_envelope_can_be_turned():
                 parse_record(bytes(turned), 3, keys)
 
 
+def test_an_envelope_has_one_form_only():
+    """Another of the same meaning would have another digest, which no successor names."""
+    payload = b'{"some":"payload"}x'
+    good = seal(payload, signed().sign(payload))
+    assert unseal(good)[0] == payload
+    fields = json.loads(good)
+    text = fields["payload"]
+    assert text.endswith("==")
+    spare = {**fields, "payload": text[:-3] + chr(ord(text[-3]) + 1) + "=="}
+    assert base64.b64decode(spare["payload"]) == payload
+    compact = {"sort_keys": True, "separators": (",", ":")}
+    for other in (
+        json.dumps(fields, sort_keys=True).encode(),
+        json.dumps(dict(reversed(fields.items())), separators=(",", ":")).encode(),
+        json.dumps(spare, **compact).encode(),
+        good + b" ",
+        good.replace(b"keyid", rb"\u006beyid"),
+    ):
+        assert other != good
+        with pytest.raises(FormatError, match="canonical"):
+            unseal(other)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -371,6 +394,12 @@ def test_a_sealed_object_opens_whole_or_not_at_all():
     ):
         with pytest.raises(DigestError):
             keys.open(b"".join([head, *parts]), ABOUT)
+    full = keys.seal(os.urandom(SEGMENT_BYTES), ABOUT)
+    for more in (b"x", bytes(TAG_BYTES), bytes(TAG_BYTES + 1), full[HEAD_BYTES:]):
+        with pytest.raises(DigestError):
+            keys.open(full + more, ABOUT)
+    with pytest.raises(DigestError, match="cut short"):
+        keys.open(keys.seal(b"123", ABOUT), ABOUT, drop_bytes=8)
     for n in range(HEAD_BYTES):
         with pytest.raises((DigestError, SettingsError)):
             keys.open(head[:n], ABOUT)
@@ -527,6 +556,7 @@ def test_files_that_hold_no_key_of_the_kind_are_refused_by_name(tmp_path):
         "curve": other.private_bytes(pem, form, serialization.NoEncryption()),
         "curve.pub": other.public_key().public_bytes(pem, spki),
         "tail.pub": pub.read_bytes() + b"more",
+        "mixed.pub": pub.read_bytes() + other.public_key().public_bytes(pem, spki),
     }
     for name, data in contents.items():
         (tmp_path / name).write_bytes(data)
@@ -607,6 +637,12 @@ for call in (
     words = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_release_of_the_package_that_is_too_old_is_told(monkeypatch):
+    monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", type("Old", (), {}))
+    with pytest.raises(SettingsError, match="47 or later"):
+        sealing(SEALING).seal(b"x", ABOUT)
 
 
 def test_a_channel_without_keys_never_imports_the_package():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -476,22 +476,32 @@ def test_a_note_never_goes_back_whoever_writes_last(tmp_path):
     assert ratchet.seen().marks[UNSIGNED].place == (1, 7)
 
 
-def _advance_often(folder: str, seed: int) -> None:
-    log = Log(MemoryStore(), keys=signed(seed))
-    begin(log, 30)
-    for record in log.read_chain(1, 32):
-        Ratchet(folder, URL).advance([record])
+def test_servers_of_one_machine_never_write_over_each_other_s_notes(tmp_path, monkeypatch):
+    """From before the note is read until the new one stands, nobody else gets the lock."""
+    store = MemoryStore()
+    log = Log(store)
+    begin(log, 1)
+    ratchet = Ratchet(tmp_path, URL)
+    ratchet.advance([log.read(1)])
+    lock = ratchet.path.with_suffix(".lock").open()
+    held = []
 
+    def watched(call):
+        def watching(*arguments):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(call.__name__)
+            else:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            return call(*arguments)
 
-def test_servers_of_one_machine_lose_none_of_each_other_s_notes(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_advance_often, args=(str(tmp_path), seed)) for seed in (1, 2, 3)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    marks = Ratchet(tmp_path, URL).seen(trusting(1, 2, 3).signers).marks
-    assert [mark.seq for mark in marks.values()] == [32, 32, 32]
+        return watching
+
+    with lock, monkeypatch.context() as patched:
+        patched.setattr(Ratchet, "_read", watched(Ratchet._read))
+        patched.setattr(ratchet_module.os, "replace", watched(os.replace))
+        ratchet.advance([log.position])
+        assert held == ["_read", "replace"]
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert ratchet.seen().marks[UNSIGNED].seq == 3
