@@ -138,8 +138,10 @@ def _s3(bucket: str, endpoint: str, options: dict[str, Any]) -> S3Store:
     if provider is not None:
         options = options | {"credential_provider": provider}
         config |= provider.config
+    # Named by the environment, it outweighs the profile's; asked for only where neither has one.
     named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if not (endpoint or named or config.get("region")) and (region := bucket_region(bucket)):
+    region = named or config.get("region") or (None if endpoint else bucket_region(bucket))
+    if region:
         config["region"] = region
     return S3Store(bucket, config=config, **options)  # type: ignore[arg-type]
 

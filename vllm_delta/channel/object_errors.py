@@ -99,7 +99,7 @@ class Answer:
         # obstore hides addresses that hold secrets: STS's, and Azure's with a shared signature.
         if request[1] == "REDACTED":
             return self._text.startswith("Generic S3")
-        return bucket not in request[1]
+        return bucket not in request[1] or "//169.254." in request[1]
 
     def _may_pass(self) -> bool:
         return self.status == 0 or self.status == 429 or self.status >= 500
