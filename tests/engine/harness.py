@@ -45,7 +45,7 @@ class Trainer:
 
     Args:
         checkpoint: a directory with ``model.safetensors``.
-        channel: the channel's directory.
+        channel: the channel's directory or URL.
         codec: of its deltas; by hazard whatever may be.
         shards: parts that they are cut for.
     """
@@ -53,14 +53,15 @@ class Trainer:
     def __init__(
         self,
         checkpoint: Path,
-        channel: Path,
+        channel: Path | str,
         reference: Reference | None = None,
         *,
         codec: Codec = "gap",
         shards: int = 1,
     ) -> None:
         self.weights = load_file(checkpoint / "model.safetensors")
-        self.channel = channel
+        self.channel = Path(channel)
+        self.url = str(channel)
         self.codec = codec
         self._rng = np.random.default_rng(0)
         self.publisher = Publisher(
@@ -156,7 +157,9 @@ class LocalEngine:
         """Our state in the worker."""
         return self.worker.__dict__["_delta_state"]
 
-    def begin(self, channel: Path, reference: Reference | None = None, **codec: Any) -> Trainer:
+    def begin(
+        self, channel: Path | str, reference: Reference | None = None, **codec: Any
+    ) -> Trainer:
         """Publishes the engine's checkpoint to a new channel, by gap unless told otherwise."""
         self.trainer = Trainer(self.checkpoint, channel, reference, **codec)
         return self.trainer
@@ -167,7 +170,7 @@ class LocalEngine:
 
         self.end()
         settings = {"rollback_bytes": 1 << 24} | settings
-        self._followed = follow(self.llm, self.trainer.channel, Settings(**settings))
+        self._followed = follow(self.llm, self.trainer.url, Settings(**settings))
         self._followed.step()
         return self._followed
 

@@ -161,6 +161,79 @@ def test_waiting_for_requests_to_recompute_asks_no_store(followed: Followed) -> 
     assert kind(follower) == "ChannelError", "not looking is no success"
 
 
+def test_who_is_behind_does_not_wait_for_the_next_look(followed: Followed) -> None:
+    """Batch follows batch, also where the store is looked at now and then."""
+    for _ in range(3):
+        followed.step()
+    follower = followed.follow(poll_interval_s=1000.0, stage_ahead=1)
+    with running(follower):
+        wait_until(lambda: number(follower) == 3)
+
+
+def test_it_idles_until_there_is_something_to_do(followed: Followed) -> None:
+    """Until the next look, the next commit or the next try."""
+    follower = followed.follow(min_interval_s=100.0, poll_interval_s=7.0)
+    follower.cycle()
+    assert follower._idle_s() == float("inf")
+    followed.step()
+    follower.cycle()
+    followed.now += 30
+    manifest = followed.step()
+    follower.cycle()
+    assert follower._idle_s() == pytest.approx(70)
+    path = followed.channel / "b" / manifest.blobs[0].sha256
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    followed.now += 71
+    follower.cycle()
+    # What was staged in time is not read again.
+    assert number(follower) == 2
+    path.write_bytes(whole)
+    manifest = followed.step()
+    (followed.channel / "b" / manifest.blobs[0].sha256).write_bytes(b"")
+    followed.now += 101
+    follower.cycle()
+    assert follower._idle_s() == pytest.approx(14)
+
+
+def test_an_error_is_over_when_it_was_put_right_between_two_looks(followed: Followed) -> None:
+    follower = followed.follow()
+    follower.cycle()
+    manifest = followed.step()
+    path = followed.channel / "b" / manifest.blobs[0].sha256
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    follower.cycle()
+    assert kind(follower) == "DigestError"
+    path.write_bytes(whole)
+    followed.now += 100
+    follower.cycle(look=False)
+    assert (number(follower), kind(follower)) == (1, None)
+
+
+def test_an_offline_engine_looks_at_a_remote_store_now_and_then(followed: Followed) -> None:
+    """Once per interval however often it generates, and later while the store fails."""
+    assert followed.follow().due()
+    assert followed.follow().due()
+    follower = followed.follow(channel="s3://bucket/run")
+
+    def looks(n: int) -> int:
+        followed.store.n_asked, n_looks = 0, 0
+        for _ in range(n):
+            followed.now += 1
+            if follower.due():
+                n_looks += 1
+                follower.cycle()
+            else:
+                follower.cycle(look=False)
+        assert (followed.store.n_asked > 0) == (n_looks > 0)
+        return n_looks
+
+    assert looks(50) == 10
+    followed.store.error = ChannelError("away")
+    assert looks(50) == 3
+
+
 def test_manifests_are_not_waited_for_longer_than_a_command_may_take(followed: Followed) -> None:
     """The follower's own policy is short; ranks open the channel with the default one."""
     followed.follow().cycle()

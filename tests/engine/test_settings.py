@@ -18,6 +18,12 @@ BAD: dict[str, Any] = {
     "stage_ahead": 0,
     "rollback_bytes": -1,
     "scan_interval_s": -0.5,
+    "memory_bytes": 0,
+    "trusted_keys": "/a.pub",
+    "sealing_keys": [""],
+    "cache_dir": "",
+    "cache_bytes": -1,
+    "state_dir": "",
 }
 
 
@@ -40,6 +46,14 @@ def test_a_value_that_makes_no_sense_names_its_field(field: str) -> None:
         ("scan_interval_s", float("inf")),
         ("stage_ahead", 2.0),
         ("stage_ahead", True),
+        ("stage_ahead", None),
+        ("poll_interval_s", "1"),
+        ("trusted_keys", ("/a", 7)),
+        ("trusted_keys", None),
+        ("sealing_keys", {"/a": 1}),
+        ("cache_bytes", 1.5),
+        ("cache_dir", 7),
+        ("kv_policy", None),
     ],
 )
 def test_a_value_of_the_wrong_type_names_its_field(field: str, value: Any) -> None:
@@ -75,3 +89,48 @@ def test_a_variable_that_is_no_number_names_itself() -> None:
     """Text where a number belongs."""
     with pytest.raises(SettingsError, match="VLLM_DELTA_STAGE_AHEAD"):
         read_settings(None, {"VLLM_DELTA_STAGE_AHEAD": "many"})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", ()),
+        ("/a", ("/a",)),
+        ("/a.pub, /b.pub,", ("/a.pub", "/b.pub")),
+        ('["/a,b.pub"]', ("/a,b.pub",)),
+        (" []", ()),
+    ],
+)
+def test_a_list_in_a_variable_is_json_or_has_commas(text: str, found: tuple[str, ...]) -> None:
+    """In the configuration it is a list, and either is the same to a component."""
+    assert read_settings(None, {"VLLM_DELTA_TRUSTED_KEYS": text}).trusted_keys == found
+    assert read_settings({"vllm_delta": {"trusted_keys": list(found)}}, {}).trusted_keys == found
+
+
+@pytest.mark.parametrize("text", ["[", '["/a", 7]', "[[]]", "[" * 100_000])
+def test_a_variable_that_is_no_list_names_itself(text: str) -> None:
+    """Broken JSON, and JSON of other things than names."""
+    with pytest.raises(SettingsError, match=r"(?i)sealing_keys"):
+        read_settings(None, {"VLLM_DELTA_SEALING_KEYS": text})
+
+
+@pytest.mark.parametrize(
+    ("channel", "poll_s", "is_remote"),
+    [
+        (None, 0.5, False),
+        ("/run", 0.5, False),
+        ("file:///run", 0.5, False),
+        ("run:1", 0.5, False),
+        ("s3://bucket/run", 5.0, True),
+        ("hf://buckets/me/run", 5.0, True),
+    ],
+)
+def test_a_remote_store_is_asked_less_often(
+    channel: str | None, poll_s: float, is_remote: bool
+) -> None:
+    """It counts requests. What is set counts more."""
+    settings = Settings(channel=channel)
+    assert (settings.poll_s, settings.is_remote) == (poll_s, is_remote)
+    assert Settings(channel=channel, poll_interval_s=0.1).poll_s == 0.1
+    found = read_settings(None, {"VLLM_DELTA_POLL_INTERVAL_S": "2"})
+    assert found.poll_s == 2.0

@@ -30,6 +30,7 @@ from vllm_delta.subscriber import Subscriber
 logger = init_logger(f"vllm.{__name__}")
 
 _RECOMPUTE_POLL_S = 0.05
+_GO_ON_S = 0.05
 _AFTER_FAULT_S = 10.0
 _POLICY = RetryPolicy(deadline_s=5.0)
 """For manifests: commands wait behind it. Ranks, which fetch blobs, are more patient."""
@@ -84,6 +85,7 @@ class Follower:
         self._store: Store | None = None
         self._pilot: Pilot | None = None
         self._state = "starting" if settings.channel else "no channel"
+        self._unread: DeltaError | None = None
         self._has_read = False
         self._goal: Version | None = None
         self._ready_once = settings.channel is None
@@ -102,9 +104,16 @@ class Follower:
                 self._standing.fail(EngineError("following failed", reason=repr(error)))
                 self._lookout.put_off(_AFTER_FAULT_S)
                 continue
-            # The end of a recompute is only seen by looking.
-            self._lookout.wait(_RECOMPUTE_POLL_S if self._spacing.recomputing else math.inf)
+            self._lookout.wait(self._idle_s())
         self._lookout.end()
+
+    def _idle_s(self) -> float:
+        """How long there is nothing to do but to look at the channel."""
+        if self._spacing.recomputing:
+            return _RECOMPUTE_POLL_S  # its end is only seen by looking
+        if self._pilot is None or self._pilot.held or self._caught_up():
+            return math.inf
+        return max(_GO_ON_S, self._spacing.wait_s, self._standing.retry_s)
 
     def _watch(self) -> None:
         if self._store is not None and (error := self._lookout.watch(self._store)) is not None:
@@ -155,14 +164,25 @@ class Follower:
         self._settle()
 
     def _go_on(self, *, eager: bool, look: bool) -> None:
-        unread = self._read() if look else None
+        if look:
+            self._read()
         if self._ready() and (eager or self._standing.may_retry):
             self._scan_if_due()
             self._steer().advance(hurry=not self._ready_once)
-        if unread is not None:
-            raise unread  # what was verified before it has been taken
-        if look and self._caught_up():
+        if look and self._unread is not None:
+            raise self._unread  # what was verified before it has been taken
+        if self._unread is None and self._caught_up():
             self._standing.succeed()
+
+    def due(self) -> bool:
+        """Whether it is time to look, where looks are not to be had for nothing.
+
+        Asked once a look by who has no `run`: a remote store counts its requests, and one that is
+        out of reach takes its time.
+        """
+        if not self._settings.is_remote:
+            return True
+        return self._standing.may_retry and self._lookout.due(self._settings.poll_s)
 
     def _steer(self) -> Pilot:
         if self._pilot is None:
@@ -186,10 +206,12 @@ class Follower:
         try:
             if self._steer().look():
                 self._standing.retry_now()
-            if not self._has_read:
-                self._has_read, self._goal = True, self.newest
         except DeltaError as error:
+            self._unread = error
             return error
+        if not self._has_read:
+            self._has_read, self._goal = True, self.newest
+        self._unread = None
         return None
 
     def _ready(self) -> bool:

@@ -57,7 +57,8 @@ class Follow:
     """An ``LLM`` that follows a channel, one step at a time.
 
     Weights change only inside the methods here and at the start of ``llm.generate`` and its
-    like, on the thread that calls them. Threads in the background fetch and decode.
+    like, on the thread that calls them; those look at a remote channel once per poll interval.
+    Threads in the background fetch and decode.
     Not thread-safe, as the ``LLM`` is not.
     """
 
@@ -75,7 +76,7 @@ class Follow:
         @functools.wraps(original)
         def stepping(*args: Any, **kwargs: Any) -> Any:
             # What cannot be followed is in `status`; the last good version answers.
-            self._follower.cycle()
+            self._follower.cycle(look=self._follower.due())
             return original(*args, **kwargs)
 
         return stepping

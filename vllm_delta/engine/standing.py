@@ -64,7 +64,12 @@ class Standing:
     @property
     def may_retry(self) -> bool:
         """Whether enough time has passed since the last error."""
-        return self._monotonic() >= self._retry_at
+        return self.retry_s <= 0
+
+    @property
+    def retry_s(self) -> float:
+        """Seconds until what failed may be tried again."""
+        return max(0.0, self._retry_at - self._monotonic())
 
     def retry_now(self) -> None:
         """There is news; do not wait any longer."""
