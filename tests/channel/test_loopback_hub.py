@@ -167,7 +167,9 @@ def test_only_tokens_that_may_are_served(hub: LoopbackHub, tmp_path: Path) -> No
         stranger.bucket_info(BUCKET)
     assert httpx.get(hub.endpoint + resolve_url("file"), trust_env=False).status_code == 401
     hub.create_bucket("me/public", private=False)
-    assert hf(hub, "").bucket_info("me/public").total_files == 0
+    assert httpx.get(f"{hub.endpoint}/api/buckets/me/public", trust_env=False).is_success
+    with pytest.raises(HfHubHTTPError, match="401"):
+        stranger.bucket_info("me/public")
 
 
 def test_the_cas_takes_no_token_that_is_wrong_expired_or_for_reading(hub: LoopbackHub) -> None:
@@ -218,6 +220,9 @@ def test_a_read_sent_to_the_cdn_needs_and_shows_no_credentials(tmp_path: Path) -
         assert answer.headers["X-Linked-Size"] == "5000000"
         assert httpx.get(answer.headers["Location"], trust_env=False).content == FILES["b/five"]
         assert (hub.counts["cdn.get"], hub.counts["cdn.authorization"]) == (3, 0)
+        with http(hub) as client:
+            client.get(answer.headers["Location"])
+        assert hub.counts["cdn.authorization"] == 1
 
 
 def test_requests_are_counted_by_class_and_route(hub: LoopbackHub, tmp_path: Path) -> None:
