@@ -65,7 +65,7 @@ class StagedStore(Store):
         self._write("put", key, lambda: self._store.put(key, data))
 
     def put_new(self, key: str, data: bytes) -> bool:
-        if self.atomic:
+        if self.atomic or self._hit(0.2):
             return self._write("put_new", key, lambda: self._store.put_new(key, data))
         return self._look_write_look(key, data)
 
@@ -125,12 +125,12 @@ class StagedStore(Store):
             self._fail(fault, key)
         if self._store.get(key, max_bytes=1 << 22) is not None:
             return False
-        self._cue("put_new, write", key)
+        self._cue("put_new, write", key, away=True)
         self._store.put(key, data)
         if fault:
             self._count(fault)
             raise ChannelError("simulated loss of the answer", key=key)
-        self._cue("put_new, look", key)
+        self._cue("put_new, look", key, away=True)
         return self._store.get(key, max_bytes=1 << 22) == data
 
     def _write(
@@ -186,8 +186,15 @@ class StagedStore(Store):
         self._count(fault)
         return fault
 
-    def _cue(self, call: str, key: str, write: Callable[[], object] | None = None) -> None:
-        self._stage.cue()
+    def _cue(
+        self,
+        call: str,
+        key: str,
+        write: Callable[[], object] | None = None,
+        *,
+        away: bool = False,
+    ) -> None:
+        self._stage.cue(away=away)
         if self._dead:
             raise SimulatedCrash(key)
         self._stage.note(f"{self._name} {call} {key[:24]}")

@@ -20,6 +20,9 @@ from vllm_delta.format import HEAD_KEY
 from vllm_delta.publisher import PublisherSettings
 from vllm_delta.testing import SimulatedCrash
 
+_SLOW = ("s3", "hub")
+"""Over these a round has fewer steps."""
+
 _LOOKS = 4
 _SEALING = (bytes(range(32)),)
 
@@ -36,6 +39,7 @@ class Script:
     sealed: bool
     settings: PublisherSettings
     rate: float
+    light: bool
 
     @classmethod
     def of(cls, seed: int, number: int, where: str) -> Script:
@@ -53,7 +57,8 @@ class Script:
         signed = number % 2 == 1
         sealed = number % 4 in (1, 2)
         rate = draw.choice((0.0, 0.05, 0.1, 0.2))
-        return cls(seed, number, where, draw, signed, sealed, settings, rate)
+        light = where in _SLOW
+        return cls(seed, number, where, draw, signed, sealed, settings, rate, light)
 
     @property
     def keys(self) -> Keys:
@@ -104,12 +109,13 @@ class Round:
         """Who takes part."""
         draw, stage = self.draw, self.stage
         weights = any_weights(draw)
-        n_trainers = draw.choice((1, 2, 2, 3))
-        haste = draw.choice((1.0, 1.0, 50.0)) if n_trainers > 1 else 1.0
+        n_trainers = draw.choice((1, 2, 2) if self.script.light else (1, 2, 2, 3))
+        hasty = 0.3 if self.truth.atomic else 0.7
+        haste = 50.0 if n_trainers > 1 and draw.random() < hasty else 1.0
         for number in range(n_trainers):
             mine = weights if number == 0 or draw.random() < 0.5 else any_weights(draw)
             after_s = 0.0 if number == 0 or draw.random() < 0.3 else draw.uniform(1, 30) / haste
-            n_steps = draw.randint(2, 9)
+            n_steps = draw.randint(2, 4 if self.script.light else 9)
             trainer = self.trainer(f"T{number}", copied(mine), n_steps, haste)
             stage.enter(trainer.name, trainer.act, after_s=after_s)
         if n_trainers > 1:
@@ -150,7 +156,7 @@ class Round:
             store,
             keys=self.script.readers_keys,
             draw=self.draw,
-            n_looks=self.draw.randint(4, 12),
+            n_looks=self.draw.randint(3, 4 if self.script.light else 12),
             slow=slow,
             away=away,
             ratchet=self._ratchet(name),
@@ -210,7 +216,7 @@ class Round:
             if not commit(last):
                 self.stage.violate("nobody can publish any more")
                 return
-            if last.publisher_here.version.number > held and n > 0:
+            if last.publisher_here.version.number > held and (n or self.script.light):
                 return
 
     def arrive(self) -> None:

@@ -94,8 +94,12 @@ class Stage:
             thread.join()
         self._running = None
 
-    def cue(self, seconds: float = 0.0) -> None:
-        """Let others act, for so long at least; does nothing for who is not an actor."""
+    def cue(self, seconds: float = 0.0, *, away: bool = False) -> None:
+        """Let others act, for so long at least; only moves time for who is not an actor.
+
+        Args:
+            away: rather another one than the same again.
+        """
         me = self._running
         if me is None or me.thread is not threading.current_thread():
             self.now_s += seconds
@@ -108,8 +112,8 @@ class Stage:
         me.wake_s = self.now_s + seconds
         if self._late and self.draw.random() < _DELIVERY:
             self._late.pop(self.draw.randrange(len(self._late)))()
-        if seconds or self.draw.random() >= self._stickiness:
-            other = self._next()
+        if seconds or away or self.draw.random() >= self._stickiness:
+            other = self._next(me if away else None)
             if other is not me:
                 self._running = other
                 other.baton.release()
@@ -130,12 +134,13 @@ class Stage:
         while self._late:
             self._late.pop()()
 
-    def _next(self) -> Actor:
+    def _next(self, last: Actor | None = None) -> Actor:
+        """Who acts next; `last` only if nobody else can."""
         ready = [actor for actor in self._actors if actor.wake_s <= self.now_s]
         if not ready:
             self.now_s = min(actor.wake_s for actor in self._actors)
             ready = [actor for actor in self._actors if actor.wake_s <= self.now_s]
-        return self.draw.choice(ready)
+        return self.draw.choice([actor for actor in ready if actor is not last] or ready)
 
     def _perform(self, actor: Actor) -> None:
         actor.baton.acquire()

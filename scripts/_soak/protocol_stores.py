@@ -41,9 +41,56 @@ def local() -> Iterator[Fresh]:
         yield lambda number: LocalStore(root / f"{number}-{next(count)}")
 
 
+@contextlib.contextmanager
+def s3() -> Iterator[Fresh]:
+    """Prefixes of a bucket of SeaweedFS, a real server."""
+    from vllm_delta.channel import ObjectStore
+    from vllm_delta.testing.seaweed import Seaweed
+
+    kept = dict(os.environ)
+    for name in kept:
+        if name.startswith("AWS_"):
+            del os.environ[name]
+    try:
+        with Seaweed() as server:
+            os.environ.update(server.environment)
+            server.make_bucket("soak")
+            count = itertools.count()
+            yield lambda number: ObjectStore(f"s3://soak/{number}-{next(count)}")
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+@contextlib.contextmanager
+def hub() -> Iterator[Fresh]:
+    """Folders of a bucket of a Hub on loopback, without its gateway: no conditional write."""
+    import huggingface_hub.constants
+
+    from vllm_delta.channel.hub import HubStore
+    from vllm_delta.testing.hub import LoopbackHub
+
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    huggingface_hub.constants.HF_HUB_OFFLINE = False
+    try:
+        with LoopbackHub() as server:
+            server.create_bucket("me/soak")
+            count = itertools.count()
+            yield lambda number: HubStore(
+                "me/soak",
+                f"{number}-{next(count)}",
+                endpoint=server.endpoint,
+                token=server.token,
+            )
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = offline
+
+
 STORES: dict[str, Callable[[], contextlib.AbstractContextManager[Fresh]]] = {
     "memory": memory,
     "local": local,
+    "s3": s3,
+    "hub": hub,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -152,12 +153,10 @@ class Truth:
             if manifest.to_bytes() not in self.digests:
                 self.stage.violate(f"{who} believes record {manifest.seq}, which never landed")
                 return
-            after = before is not None and before.seq + 1 == manifest.seq
-            if (
-                before is not None
-                and after
-                and manifest.parent not in self.digests[before.to_bytes()]
-            ):
+            # An anchor needs nothing before it: where the chain broke it is begun anew at one.
+            next_to = before is not None and before.seq + 1 == manifest.seq
+            digests = self.digests[before.to_bytes()] if before is not None and next_to else None
+            if digests is not None and manifest.kind != "anchor" and manifest.parent not in digests:
                 self.stage.violate(f"{who} believes record {manifest.seq} after another's")
             before = manifest
 
@@ -178,17 +177,26 @@ class Witness(Store):
         return self.store.atomic
 
     def put(self, key: str, data: bytes) -> None:
-        self.store.put(key, data)
-        if _is_record(key):
-            if self.atomic:
-                self.truth.stage.violate(f"{key} was written without a condition")
-            self.truth.landed(int(key[2:]), data)
+        if _is_record(key) and self.atomic:
+            self.truth.stage.violate(f"{key} was written without a condition")
+        with self._noting(key, data):
+            self.store.put(key, data)
 
     def put_new(self, key: str, data: bytes) -> bool:
-        new = self.store.put_new(key, data)
-        if new and _is_record(key):
-            self.truth.landed(int(key[2:]), data)
-        return new
+        with self._noting(key, data):
+            return self.store.put_new(key, data)
+
+    @contextlib.contextmanager
+    def _noting(self, key: str, data: bytes) -> Iterator[None]:
+        """Whatever the store says of a write, what stands there afterwards has landed."""
+        try:
+            yield
+        finally:
+            if _is_record(key) and self.store.get(key, max_bytes=MAX_ENVELOPE_BYTES) == data:
+                seq = int(key[2:])
+                known = self.truth.record(seq)
+                if known is None or known.envelope != data:
+                    self.truth.landed(seq, data)
 
     def put_many(self, objects: Mapping[str, bytes]) -> None:
         self.store.put_many(objects)
