@@ -139,6 +139,8 @@ class Retention:
 
     def has_room(self, n_bytes: int) -> bool:
         """Whether so many bytes more fit while all that is due to stay does."""
+        if self._settings.quota_bytes is None:
+            return True
         return self._fits(n_bytes + self._held_bytes(self.low()))
 
     def low_with(self, n_bytes: int) -> int | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.channel import toy
-from vllm_delta.channel import LocalStore, Log
+from tests.channel.buckets import no_cloud, s3_bucket, seaweed
+from tests.channel.hubs import opened
+from vllm_delta.channel import LocalStore, Log, open_channel
 from vllm_delta.channel.collect import Collector, collect, old_intents, read_back
 from vllm_delta.errors import ChainError, ChannelError, FencedError, FormatError
 from vllm_delta.events import Collected
 from vllm_delta.format import Version, blob_key, manifest_key
 from vllm_delta.testing import FaultyChannel, MemoryStore
+
+__all__ = ["no_cloud", "s3_bucket", "seaweed"]
 
 HOUR = 3600.0
 
@@ -22,8 +26,12 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(params=["memory", "directory"])
+@pytest.fixture(params=["memory", "directory", "hub", "s3"])
 def store(request, tmp_path):
+    if request.param == "hub":
+        return opened(request.getfixturevalue("hub"), request.getfixturevalue("bucket"))
+    if request.param == "s3":
+        return open_channel(f"s3://{request.getfixturevalue('s3_bucket')}/run")
     return MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "channel")
 
 
