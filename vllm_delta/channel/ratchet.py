@@ -182,7 +182,7 @@ class Ratchet:
         with self._errors():
             try:
                 with self.path.open("rb") as file:
-                    data = file.read(_MAX_BYTES + 1)
+                    data = file.read(_MAX_BYTES)
             except FileNotFoundError:
                 return {}
         try:
@@ -249,8 +249,6 @@ def _moves(old: Mark, new: Mark) -> bool:
 
 
 def _parse(data: bytes, url: str) -> dict[str, Mark]:
-    if len(data) > _MAX_BYTES:
-        raise ValueError("too large")
     fields = json.loads(data.decode())
     if set(fields) != {"format", "url", "keys"} or fields["format"] != _FORMAT:
         raise ValueError("not of this format")
