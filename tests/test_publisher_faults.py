@@ -226,6 +226,9 @@ def test_a_killed_trainer_leaves_exactly_what_it_published_and_the_next_goes_on(
     claims = [event for event in events if isinstance(event, Claimed)]
     assert [event.resumed for event in claims][1:] == [True] * 5
     assert cli.main(["verify", str(channel)]) == 0
+    log = Log(LocalStore(channel))
+    n_written = sum(len(log.read(seq).manifest.blobs) for seq in range(1, n_records(channel) + 1))
+    assert len(log.store.list("b/")) < n_written / 2, "they collected while they were killed"
 
 
 # Memory

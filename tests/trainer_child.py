@@ -43,7 +43,7 @@ def train(channel: str, back: int) -> None:
     """Go on from the newest version or `back` steps before it, and publish until killed."""
     step = max(0, (step_on(channel) or 0) - back)
     current = weights(step)
-    settings = PublisherSettings(anchor_ratio=0.5, blob_bytes=2000)
+    settings = PublisherSettings(anchor_ratio=0.5, blob_bytes=2000, retain_s=0, grace_s=0)
     with Publisher(channel, lambda: current, settings=settings) as publisher:
         while True:
             step += 1
