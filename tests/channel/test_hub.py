@@ -166,8 +166,9 @@ def test_a_change_that_was_done_in_part_is_an_error(hub: LoopbackHub, store: Hub
 def test_a_delete_of_nothing_is_done_however_the_hub_words_it(
     hub: LoopbackHub, store: HubStore
 ) -> None:
-    hub.faults.add("batch", "refuse", n=1)
     store.delete([manifest_key(9)])
+    assert hub.counts["resolve"] == 0, "looked though it was told"
+    hub.faults.add("batch", "refuse", n=1)
     store.delete([manifest_key(9)])
 
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import huggingface_hub.utils
 import pytest
 
 from tests.channel.hubs import BLOB, Woken, opened
@@ -27,7 +29,8 @@ def test_a_watch_wakes_within_a_second_of_anothers_write_in_its_own_channel_only
     hub: LoopbackHub, store: HubStore, watched: Woken
 ) -> None:
     other = opened(hub, store._bucket)
-    opened(hub, store._bucket, "run2").put(manifest_key(1), b"x")
+    for elsewhere in ("run2", "x/run", ""):
+        opened(hub, store._bucket, elsewhere).put(manifest_key(1), b"x")
     other.put(BLOB, b"x")
     other.put(manifest_key(1) + "." + "a" * 32, b"x")
     for n, key in enumerate((manifest_key(1), HEAD_KEY), 2):
@@ -54,6 +57,40 @@ def test_a_watch_goes_on_after_the_stream_ends_and_misses_nothing(
     n_before = watched.n
     store.put(manifest_key(999), b"x")
     assert watched.wait(n_before + 1, 10)
+
+
+def test_a_watch_goes_on_where_it_was_and_anew_where_that_is_too_long_ago(
+    bucket: str, online: None
+) -> None:
+    asked: list[str | None] = []
+
+    def note(request: Any) -> None:
+        if request.url.path.endswith("/events"):
+            asked.append(request.url.params.get("cursor"))
+
+    hooks = huggingface_hub.utils.get_session().event_hooks["request"]
+    hooks.append(note)
+    with LoopbackHub(replay=1) as hub:
+        hub.create_bucket(bucket)
+        store, woken = opened(hub, bucket), Woken()
+        stop = store.watch(woken)
+        assert stop is not None
+        assert woken.wait(1, 10)
+        store.put(HEAD_KEY, b"x")
+        assert woken.wait(2, 10)
+        hub.end_streams()
+        assert woken.wait(3, 10)
+        hub.faults.add("events", "hold")
+        hub.end_streams()
+        hub.faults.wait_held(1)
+        for _ in range(3):
+            store.put(HEAD_KEY, b"x")
+        n_before = woken.n
+        hub.faults.release()
+        assert woken.wait(n_before + 1, 10), "asks for what is gone, over and over"
+        stop()
+    hooks.remove(note)
+    assert asked == [None, "1", "1", None]
 
 
 def test_a_watch_ends_at_stop_at_once_and_wakes_no_more(hub: LoopbackHub, store: HubStore) -> None:

@@ -16,7 +16,14 @@ from tests.channel.toy import append_delta, begin, moved
 from tests.nets import BF16, Net, assert_same, expected, nudge, read
 from vllm_delta.channel import Log, LogReader, Store
 from vllm_delta.channel.hub import HubStore
-from vllm_delta.errors import AuthError, ChainError, DeltaError, FencedError, SettingsError
+from vllm_delta.errors import (
+    AuthError,
+    ChainError,
+    ChannelError,
+    DeltaError,
+    FencedError,
+    SettingsError,
+)
 from vllm_delta.format import manifest_key
 from vllm_delta.publisher import Publisher
 from vllm_delta.subscriber import Subscriber
@@ -92,6 +99,11 @@ def test_keys_that_are_not_let_in_are_an_auth_error_and_nothing_of_aws_is_used(
         store.put_new(manifest_key(1), b"x")
     assert "a secret" not in str(caught.value)
     assert store.put_new(manifest_key(1), b"x") is True
+    gateway.faults.add("s3", "status", status=503)
+    before = gateway.counts["s3"]
+    with pytest.raises(ChannelError):
+        store.put_new(manifest_key(2), b"x")
+    assert gateway.counts["s3"] == before + 1, "tried again"
 
 
 # Without a condition
@@ -116,6 +128,20 @@ def paused(hub: LoopbackHub, bucket: str) -> Iterator[Paused]:
     store.pause(0)
     yield store
     store.go.set()
+
+
+def test_who_is_overwritten_between_writing_and_looking_is_told_false(
+    hub: LoopbackHub, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = opened(hub, bucket), opened(hub, bucket)
+
+    def put(key: str, data: bytes) -> None:
+        HubStore.put(store, key, data)
+        other.put(key, b"them" if key == manifest_key(1) else b"longer than ours")
+
+    monkeypatch.setattr(store, "put", put)
+    assert store.put_new(manifest_key(1), b"ours") is False
+    assert store.put_new(manifest_key(2), b"ours") is False
 
 
 def test_an_owner_whose_record_a_claim_overwrites_learns_of_it_at_once(
