@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_delta.channel import open_channel
+    from vllm_delta.channel import Keys, open_channel
     from vllm_delta.commit import PublisherSettings
     from vllm_delta.engine.offline import follow
     from vllm_delta.engine.worker import WorkerExtension
@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "DeltaError": "vllm_delta.errors",
+    "Keys": "vllm_delta.channel",
     "Publisher": "vllm_delta.publisher",
     "PublisherSettings": "vllm_delta.commit",
     "Reference": "vllm_delta.format",
@@ -33,6 +34,7 @@ _PUBLIC = {
 
 __all__ = [
     "DeltaError",
+    "Keys",
     "Publisher",
     "PublisherSettings",
     "Reference",

@@ -17,6 +17,18 @@ def main() -> int:
         from scripts._bench import codec
 
         return codec.main(options.trace, options.json, options.plot)
+    if options.what == "channel":
+        from scripts._bench import channel
+
+        return channel.main(options.json, options.store)
+    if options.what in ("fleet", "reader"):
+        from scripts._bench import fleet
+
+        if options.what == "fleet":
+            return fleet.main(options.channel, options.json, options.readers, options.versions)
+        source, n_versions, out = options.rest
+        fleet.read(Path(source), int(n_versions), Path(out))
+        return 0
     from scripts._bench import apply
 
     if options.what == "apply":

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from scripts._demo.channels import Channel
 from scripts._demo.client import Client
 from scripts._demo.delta import Follower, FollowError
 from scripts._demo.proofs import Served
@@ -42,13 +43,13 @@ class Loop:
         server: Server,
         publisher: Publisher,
         trainer: Trainer,
-        channel: str,
+        channel: Channel,
         seed: int,
         progress: Progress,
     ) -> None:
         self._publisher = publisher
         self._trainer = trainer
-        self._subscriber = Subscriber(channel)
+        self._subscriber = Subscriber(channel.address, keys=channel.keys.reader)
         self._source = random.Random(seed)
         self._progress = progress
         self._traffic = Traffic(

@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 from scripts._demo import proofs
+from scripts._demo.channels import Channel, ChannelServerError, open_demo_channel
 from scripts._demo.client import Completion
 from scripts._demo.delta import FollowError
 from scripts._demo.loop import Loop
@@ -44,32 +45,54 @@ def demonstrate(options: Options, progress: Progress) -> Findings:
     model = load_model(options.seed)
     findings = Findings(model.origin, options.seed, options.learning_rate)
     prompts = draw_prompts(random.Random(options.seed), _N_COMPARED)
-    followed = _follow(options, progress, model, findings, prompts)
-    _compare(options, progress, model, findings, followed, prompts)
+    with open_demo_channel(
+        options.channel, options.work_dir, signed=options.signed, sealed=options.sealed
+    ) as channel:
+        findings.store, findings.signed, findings.sealed = (
+            channel.store,
+            options.signed,
+            options.sealed,
+        )
+        progress.say(f"the channel is {channel.address}, {channel.store}")
+        followed = _follow(options, channel, progress, model, findings, prompts)
+        _compare(options, channel, progress, model, findings, followed, prompts)
     findings.seconds = progress.seconds
     return findings
 
 
 def _follow(
-    options: Options, progress: Progress, model: Model, findings: Findings, prompts: list[str]
+    options: Options,
+    channel: Channel,
+    progress: Progress,
+    model: Model,
+    findings: Findings,
+    prompts: list[str],
 ) -> _Followed:
     """Trains and publishes while a server follows; then rolls it back and forth, and asks it."""
     progress.say(f"it comes from {model.origin}; writing it as a checkpoint")
     base = model.save(options.work_dir / "base")
-    delta = {"channel": options.channel, "poll_interval_s": _POLL_INTERVAL_S}
+    delta = {
+        "channel": channel.address,
+        "poll_interval_s": _POLL_INTERVAL_S,
+        **channel.keys.settings,
+    }
     with Server("following", base, options.work_dir, delta=delta) as server:
         progress.say(f"starting vllm serve, its log is {server.log_path}")
         settings = PublisherSettings(codec=options.codec)
         with Publisher(
-            options.channel, model.network, dtype=torch.bfloat16, settings=settings
+            channel.address,
+            model.network,
+            dtype=torch.bfloat16,
+            settings=settings,
+            keys=channel.keys.trainer,
         ) as publisher:
-            progress.say(f"version {publisher.version.number} is on {options.channel}")
+            progress.say(f"version {publisher.version.number} is on the channel")
             progress.say(f"the server is ready after {server.wait_until_ready():.0f} s")
             with Loop(
                 server=server,
                 publisher=publisher,
                 trainer=Trainer(model.network, options.learning_rate),
-                channel=options.channel,
+                channel=channel,
                 seed=options.seed,
                 progress=progress,
             ) as loop:
@@ -99,6 +122,7 @@ def _question(loop: Loop, progress: Progress, findings: Findings, prompts: list[
 
 def _compare(
     options: Options,
+    channel: Channel,
     progress: Progress,
     model: Model,
     findings: Findings,
@@ -109,7 +133,7 @@ def _compare(
     progress.say("rebuilding the final version from the channel alone")
     final = model.save(options.work_dir / "final")
     base, out = options.work_dir / "base", options.work_dir / "rebuilt"
-    findings.rebuilt_equal = proofs.same_bits(proofs.rebuild(options.channel, base, out), final)
+    findings.rebuilt_equal = proofs.same_bits(proofs.rebuild(channel, base, out), final)
     findings.roots_equal &= proofs.root_of(model.served_weights()) == followed.newest.root
     fresh = []
     for name in ("fresh-1", "fresh-2"):
@@ -138,7 +162,7 @@ def main() -> int:
     options.work_dir.mkdir(parents=True, exist_ok=True)
     try:
         findings = demonstrate(options, Progress())
-    except (ServerError, FollowError, NoModelError) as error:
+    except (ChannelServerError, ServerError, FollowError, NoModelError) as error:
         print(f"scripts/demo: {error}", file=sys.stderr, flush=True)
         return 1
     if options.json is not None:

@@ -33,7 +33,8 @@ class Options:
 
     Attributes:
         work_dir: For checkpoints and logs; empty, or not there yet.
-        channel: Directory or URL.
+        channel: `local`, `hf` or `s3` for a store of the demo's own, or a directory or URL.
+        signed, sealed: Whether manifests are signed, and blobs encrypted.
         codec: Of the deltas.
         json, plot: Files to write.
     """
@@ -42,6 +43,8 @@ class Options:
     learning_rate: float
     seed: int
     channel: str
+    signed: bool
+    sealed: bool
     work_dir: Path
     codec: Codec
     json: Path | None
@@ -57,7 +60,9 @@ def parse(arguments: Sequence[str]) -> Options:
         n_versions=parsed.versions,
         learning_rate=parsed.learning_rate,
         seed=parsed.seed,
-        channel=parsed.channel or str(work_dir / "channel"),
+        channel=parsed.channel,
+        signed=parsed.signed,
+        sealed=parsed.sealed,
         work_dir=work_dir,
         codec=parsed.codec,
         json=parsed.json,
@@ -88,7 +93,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--versions", type=int, default=8, help="how many to make, default 8")
-    parser.add_argument("--channel", help="directory or URL, default: in the work directory")
+    parser.add_argument(
+        "--channel",
+        default="local",
+        metavar="{local,hf,s3}|ADDRESS",
+        help="a directory in the work directory (default), a Hub or SeaweedFS on loopback, which "
+        "the demo starts and stops, or any address: a directory, hf://buckets/…, s3://…",
+    )
+    parser.add_argument("--signed", action="store_true", help="sign manifests, and require it")
+    parser.add_argument("--sealed", action="store_true", help="encrypt blobs")
     parser.add_argument("--learning-rate", type=float, default=_LEARNING_RATE)
     parser.add_argument("--codec", choices=["hazard", "gap"], default="hazard")
     parser.add_argument("--seed", type=int, default=0)

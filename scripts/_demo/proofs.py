@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from scripts._demo.channels import Channel
 from scripts._demo.client import Client, Completion
 from scripts._demo.delta import Follower
 from scripts._demo.server import Server
@@ -57,7 +58,7 @@ def root_of(weights: dict[str, torch.Tensor]) -> str:
     return root(read.schema, [fingerprint(bits, spec) for spec, bits in pairs])
 
 
-def rebuild(channel: str, base: Path, out: Path) -> Path:
+def rebuild(channel: Channel, base: Path, out: Path) -> Path:
     """Rebuilds the newest version from the channel alone with `vllm-delta apply`.
 
     Args:
@@ -65,7 +66,8 @@ def rebuild(channel: str, base: Path, out: Path) -> Path:
         out: A directory to make.
     """
     tool = Path(sys.executable).with_name("vllm-delta")
-    command = [str(tool), "apply", channel, str(out), "--base", str(base)]
+    command = [str(tool), "apply", channel.address, str(out), "--base", str(base)]
+    command += channel.keys.arguments
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return out
 

@@ -53,6 +53,9 @@ class Findings:
     model: str
     seed: int
     learning_rate: float
+    store: str = ""
+    signed: bool = False
+    sealed: bool = False
     versions: list[VersionRow] = field(default_factory=list)
     bit_equal: bool = False
     roots_equal: bool = False

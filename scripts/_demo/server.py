@@ -54,6 +54,7 @@ class Server:
         self._began = 0.0
         self._port = _free_port()
         self._command = _command(checkpoint, self._port, delta)
+        self._environment = _environment(delta)
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
 
@@ -70,7 +71,7 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=_environment(),
+            env=self._environment,
             start_new_session=True,
         )
         return self
@@ -143,15 +144,17 @@ def _command(checkpoint: Path, port: int, delta: Mapping[str, Any] | None) -> li
     return command
 
 
-def _environment() -> dict[str, str]:
+def _environment(delta: Mapping[str, Any] | None) -> dict[str, str]:
     # An API key or settings from the caller's environment would change what is demonstrated.
     inherited = {
         key: value
         for key, value in os.environ.items()
         if key != "VLLM_API_KEY" and not key.startswith("VLLM_DELTA_")
     }
+    # The checkpoint is here; only a channel may be on the Hub.
+    if delta is None or not str(delta["channel"]).startswith("hf://"):
+        inherited["HF_HUB_OFFLINE"] = "1"
     return inherited | {
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -134,8 +134,11 @@ class LogReader:
             SettingsError: it is sealed and the key is not at hand, or the other way round.
         """
         about = about_blob(manifest.channel, manifest.seq, place)
-        data = self._fetch(manifest.blobs[place])
-        return self.keys.open(data, about, drop_bytes=SALT_BYTES)
+        ref = manifest.blobs[place]
+        if self._cache is None and not self.keys.sealing:
+            # Without the salt from the beginning: to cut it off later would copy it all.
+            return self.keys.open(_joined(self._load(ref), SALT_BYTES), about)
+        return self.keys.open(self._fetch(ref), about, drop_bytes=SALT_BYTES)
 
     def get_schema(self, manifest: Manifest) -> bytes:
         """Fetch the schema that a record names and check it; errors as of `get_blob`."""
@@ -144,11 +147,11 @@ class LogReader:
 
     def _fetch(self, ref: BlobRef) -> bytes:
         if self._cache is None:
-            return self._load(ref)
-        return self._cache.fetch(ref, lambda: self._load(ref))
+            return _joined(self._load(ref))
+        return self._cache.fetch(ref, lambda: _joined(self._load(ref)))
 
-    def _load(self, ref: BlobRef) -> bytes:
-        """A blob's object, from the store, with the right digest."""
+    def _load(self, ref: BlobRef) -> list[bytes]:
+        """The pieces of a blob's object, from the store, with the right digest."""
         key = blob_key(ref.sha256)
         stream = self.store.stream(key, max_bytes=ref.n_bytes)
         if stream is None:
@@ -174,4 +177,15 @@ class LogReader:
             raise DigestError(
                 "a blob has the wrong digest", key=key, expected=ref.sha256, actual=actual
             )
-        return b"".join(pieces)
+        return pieces
+
+
+def _joined(pieces: list[bytes], drop_bytes: int = 0) -> bytes:
+    """One object of pieces, which are given up; without so many bytes of its end."""
+    while drop_bytes and pieces:
+        last = pieces.pop()
+        if len(last) > drop_bytes:
+            pieces.append(last[: len(last) - drop_bytes])
+            break
+        drop_bytes -= len(last)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
