@@ -342,6 +342,27 @@ def test_rolled_back_to_where_the_old_key_ended_is_refused_while_both_are_truste
             restarted(store, tmp_path, keys)
 
 
+def test_the_furthest_is_what_the_latest_claim_led_to_though_an_older_key_counted_higher(tmp_path):
+    store = MemoryStore()
+    log = Log(store, keys=signed(A))
+    weights = begin(log, 1)
+    old = copy_of(store)
+    for _ in range(5):
+        append_delta(log, weights, 0, 1)
+        weights = moved(weights, 0, 1)
+    restarted(store, tmp_path, trusting(A, B))
+    become(store, old)
+    new = Log(store, keys=signed(B, A))
+    new.claim("restored, with a new key")
+    cut = copy_of(store)
+    append_delta(new, weights, 0, 1)
+    restarted(store, tmp_path, trusting(A, B))
+    become(store, cut)
+    with pytest.raises(ChainError, match="went back") as caught:
+        restarted(store, tmp_path, trusting(A, B))
+    assert (caught.value.expected, caught.value.expected_epoch) == (5, 2)
+
+
 def test_signed_and_unsigned_notes_do_not_count_for_each_other(tmp_path):
     store, other = MemoryStore(), MemoryStore()
     begin(Log(store), 5)
