@@ -161,6 +161,25 @@ def test_a_running_reader_that_finds_the_channel_cut_short_is_told(tmp_path):
     assert [m.seq for m in slow.refresh()] == [4]
 
 
+def test_a_fork_is_refused_also_where_the_store_fails_before_its_end(tmp_path):
+    store = MemoryStore()
+    log = Log(store)
+    weights = begin(log, 1)
+    slow = restarted(store, tmp_path)
+    fork = copy_of(store)
+    append_delta(log, weights, 0, 1)
+    restarted(store, tmp_path)
+    zombie = Log(fork)
+    zombie._position = Log(fork).tail()
+    append_delta(zombie, weights, 1, 1)
+    faulty = FaultyChannel(fork)
+    slow._log = LogReader(faulty)
+    faulty.script([None, "transport"])
+    with pytest.raises(ChainError, match="another record"):
+        slow.refresh()
+    assert slow.newest.number == 1
+
+
 def test_the_way_around_a_broken_record_leads_to_nothing_older_either(tmp_path):
     store = MemoryStore()
     log = Log(store)
