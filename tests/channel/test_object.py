@@ -319,7 +319,8 @@ def test_an_answer_is_told_by_its_kind_and_nothing_is_asked_again(
     wire.always = (status, code)
     error = raised(lambda: CALLS[call](store), kind)
     assert error.cause == f"{status} {code}".strip()
-    assert len(wire.seen) == (2 if call == "put_many" else 1)
+    # Of two at a time, the second may not have begun.
+    assert len(wire.seen) in ((1, 2) if call == "put_many" else (1,))
 
 
 def test_a_bucket_of_another_region_is_a_setting(s3_bucket: str, wire: Wire) -> None:
