@@ -344,22 +344,23 @@ STEPS = st.lists(
         st.tuples(st.just("restart"), st.sampled_from(["same", "older"])),
         st.tuples(st.just("crash"), st.integers(0, 12)),
     ),
-    min_size=5,
-    max_size=40,
+    min_size=10,
+    max_size=50,
 )
 
 
 @settings(max_examples=40)
-@given(steps=STEPS, anchor_every=st.sampled_from([None, HOUR, 7 * HOUR]), quota=st.booleans())
+@given(steps=STEPS, anchor_every=st.sampled_from([None, HOUR, 4 * HOUR]), quota=st.booleans())
 def test_no_life_of_a_channel_takes_what_a_reader_can_name(steps, anchor_every, quota):
     store, clock = MemoryStore(), Clock()
-    keeping = KEEPING | {"anchor_every_s": anchor_every, "retain_s": 6 * HOUR}
+    keeping = {"anchor_every_s": anchor_every, "retain_s": 2 * HOUR, "grace_s": HOUR / 2}
     if quota:
         keeping["quota_bytes"] = 2 * Run().tail().payload_bytes
     run = Run(FaultyChannel(store), clock, **keeping)
     truth = run.truth
     for step, argument in steps:
         net = run.net
+        clock.go(HOUR / 4)
         if step == "go":
             clock.go(argument)
         elif step == "jump":
