@@ -345,11 +345,11 @@ def test_an_object_that_changes_between_two_pieces_is_an_error(change: str) -> N
     store = Pieces(9)
     store.put(key, DATA)
     ref = BlobRef(digest(DATA), 20, 0)
-    assert LogReader(retrying(store))._load(ref) == DATA
+    assert LogReader(retrying(store))._fetch(ref) == DATA
     store.starts, store.breaks = [], [9]
     store.before = lambda: CHANGES[change](_Renamed(store, key))
     with pytest.raises(DigestError):
-        LogReader(retrying(store))._load(ref)
+        LogReader(retrying(store))._fetch(ref)
 
 
 class _Renamed(MemoryStore):

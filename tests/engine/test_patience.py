@@ -178,17 +178,12 @@ def test_it_idles_until_there_is_something_to_do(followed: Followed) -> None:
     followed.step()
     follower.cycle()
     followed.now += 30
-    manifest = followed.step()
+    followed.step()
     follower.cycle()
     assert follower._idle_s() == pytest.approx(70)
-    path = followed.channel / "b" / manifest.blobs[0].sha256
-    whole = path.read_bytes()
-    path.write_bytes(b"")
     followed.now += 71
     follower.cycle()
-    # What was staged in time is not read again.
     assert number(follower) == 2
-    path.write_bytes(whole)
     manifest = followed.step()
     (followed.channel / "b" / manifest.blobs[0].sha256).write_bytes(b"")
     followed.now += 101
