@@ -193,9 +193,10 @@ class LoopbackHub:
         try:
             for port in (self._port, 0):
                 await web.TCPSite(runner, "127.0.0.1", port).start()
-            state.endpoint, state.cdn_endpoint = (
-                f"http://{host}:{port}" for host, port in runner.addresses
-            )
+            (_, port), (_, cdn_port) = runner.addresses
+            state.endpoint = f"http://127.0.0.1:{port}"
+            # Some clients tell other hosts by their names alone.
+            state.cdn_endpoint = f"http://localhost:{cdn_port}"
             self._loop = asyncio.get_running_loop()
             self._started.set()
             await state.closing.wait()

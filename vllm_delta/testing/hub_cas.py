@@ -107,7 +107,7 @@ class CasApi:
         return found
 
     def _xorb_url(self, name: str) -> str:
-        return f"{self.state.cdn_endpoint}/xorb/{name}"
+        return f"{self.state.endpoint}/xorb/{name}"
 
 
 def _terms(found: Reconstruction) -> dict[str, Any]:
