@@ -117,7 +117,7 @@ class StagedStore(Store):
     def _look_write_look(self, key: str, data: bytes) -> bool:
         """As a store without a conditional write does it: others come in between."""
         if self._hit(self._rate) and not self._stage.calm:
-            fault = self._stage.draw.choice((*REQUEST, "lost_answer"))
+            fault = self._stage.draw.choice((*REQUEST, "lost_answer", "late"))
         else:
             fault = ""
         self._begin("put_new", key, ())
@@ -126,9 +126,13 @@ class StagedStore(Store):
         if self._store.get(key, max_bytes=1 << 22) is not None:
             return False
         self._cue("put_new, write", key, away=True)
-        self._store.put(key, data)
         if fault:
             self._count(fault)
+        if fault == "late":
+            self._stage.send_late(lambda: self._store.put(key, data))
+            raise ChannelError("simulated time-out", key=key)
+        self._store.put(key, data)
+        if fault:
             raise ChannelError("simulated loss of the answer", key=key)
         self._cue("put_new, look", key, away=True)
         return self._store.get(key, max_bytes=1 << 22) == data

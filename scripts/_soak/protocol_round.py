@@ -262,13 +262,15 @@ class Round:
             one, other = (living.get(r.manifest.writer) for r in (before, after))
             if one is None or other is None or one is other:
                 continue
-            for trainer in (one, other):
+            # Who reads back another's record right away has committed nothing.
+            told = [trainer for trainer in (one, other) if before.seq in trainer.committed]
+            for trainer in told:
                 if not trainer.learnt:
                     self.stage.violate(f"{trainer.name} does not know of a clash at {before.seq}")
-            if before.manifest.epoch != after.manifest.epoch:
-                older = one if before.manifest.epoch < after.manifest.epoch else other
-                if not older.fenced:
-                    self.stage.violate(f"{older.name} goes on after a clash at {before.seq}")
+            older = one if before.manifest.epoch < after.manifest.epoch else other
+            same = before.manifest.epoch == after.manifest.epoch
+            if older in told and not same and not older.fenced:
+                self.stage.violate(f"{older.name} goes on after a clash at {before.seq}")
 
 
 def commit(trainer: Trainer) -> bool:

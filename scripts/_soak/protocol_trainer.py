@@ -12,7 +12,7 @@ from scripts._soak.protocol_truth import Tensors, Truth, copied, move
 from vllm_delta.channel import Keys, Store
 from vllm_delta.channel.retry import RetryingStore, RetryPolicy
 from vllm_delta.errors import ChainError, ChannelError, DeltaError, DigestError, FencedError
-from vllm_delta.events import Clashed, Collected, Event, Published
+from vllm_delta.events import Claimed, Clashed, Collected, Event, Published
 from vllm_delta.format import Version
 from vllm_delta.publisher import Publisher, PublisherSettings
 from vllm_delta.testing import SimulatedCrash
@@ -40,6 +40,7 @@ class Trainer:
     Attributes:
         acknowledged: by all processes; those of the one that lives are from `since` on.
         lost: versions that it was told are lost.
+        committed: numbers of the records that the living process was told are committed.
         learnt: whether the living process knows that it is not alone.
     """
 
@@ -66,6 +67,7 @@ class Trainer:
         self.acknowledged: list[Acknowledged] = []
         self.since = 0
         self.lost: set[str] = set()
+        self.committed: set[int] = set()
         self.learnt = False
         self._stage = stage
         self._truth = truth
@@ -144,6 +146,7 @@ class Trainer:
         """The process is gone; another one has its weights, or those of an earlier checkpoint."""
         self.publisher = None
         self.fenced = self.learnt = False
+        self.committed.clear()
         self.since = len(self.acknowledged)
         self._jump_s = 0.0
         if self._draw.random() < 0.3:
@@ -174,6 +177,8 @@ class Trainer:
             elif isinstance(event, Collected):
                 self._stage.faults["collection"] += 1
                 self._stage.note(f"{self.name}   collected {event.n_objects}")
+            if isinstance(event, (Claimed, Published)):
+                self.committed.add(event.seq)
             if not isinstance(event, Published):
                 return
             record = self._truth.record(event.seq)
@@ -186,6 +191,7 @@ class Trainer:
             self.acknowledged.append(Acknowledged(event.seq, event.version, event.kind))
 
         self.publisher = None
+        self.committed.clear()
         self.publisher = Publisher(
             self.new_store(),
             self.tensors,
