@@ -17,7 +17,7 @@ from tests.channel.hubs import BLOB, LARGE, opened, streamed
 from vllm_delta.channel import Log, LogReader, Store, hub_xet
 from vllm_delta.channel.hub import HubStore
 from vllm_delta.errors import AuthError, ChannelError, DigestError, RateLimitError, SettingsError
-from vllm_delta.format import HEAD_KEY, blob_key, manifest_key
+from vllm_delta.format import HEAD_KEY, Version, blob_key, manifest_key
 from vllm_delta.testing import ChannelContract
 from vllm_delta.testing.hub import LoopbackHub
 
@@ -300,17 +300,17 @@ def test_a_token_that_is_refused_is_renewed_once(hub: LoopbackHub, store: HubSto
 def test_damage_in_xet_is_noticed_in_bounded_time(
     hub: LoopbackHub, store: HubStore, where: str, kind: Any
 ) -> None:
-    log = Log(store)
+    log, data = Log(store), os.urandom(LARGE)
     log.claim("trainer")
-    ref = log.put_blob(os.urandom(LARGE))
-    key = blob_key(ref.sha256)
+    schema, blob = log.put_schema(b"schema"), log.put_blob(data)
+    record = log.append("anchor", target=Version(0, "0" * 64), blobs=[blob], schema=schema)
     hub.faults.add(where, kind, n=1000, status=500, times=None)
     reader, start_s = LogReader(opened(hub, store._bucket)), time.monotonic()
     with pytest.raises((ChannelError, DigestError)):
-        reader._load(ref)
+        reader.get_blob(record.manifest, 0)
     assert time.monotonic() - start_s < 15
     hub.faults.clear()
-    assert streamed(store, key, LARGE + 8) == reader._load(ref)
+    assert reader.get_blob(record.manifest, 0) == data
 
 
 def test_content_that_xet_has_lost_is_an_error_and_never_the_end_of_a_blob(

@@ -207,7 +207,7 @@ class HubClient:
             raise SettingsError("the Hub is needed, and it is in offline mode") from error
         except DeltaError:
             raise
-        except (library.HTTPError, library.InvalidURL) as error:
+        except (library.HTTPError, library.InvalidURL, UnicodeError) as error:
             raise ChannelError(
                 "the Hub cannot be reached", url=plain(url), cause=_cause(error)
             ) from error
