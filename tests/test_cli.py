@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.channel import toy
 from vllm_delta import cli
 from vllm_delta.channel import NO_KEYS, Keys, LocalStore, Log
 from vllm_delta.errors import DeltaError
@@ -464,6 +465,19 @@ def test_gc_deletes_what_no_record_needs_and_first_tells_what_it_would(run, keys
         done = command("gc", run.channel, "--grace", grace)
         assert done.returncode == 2
         assert "not a number of seconds" in done.stderr
+
+
+def test_gc_waits_out_its_grace(tmp_path, capsys):
+    log = Log(LocalStore(tmp_path / "channel"))
+    weights = toy.begin(log, 3)
+    blob = log.put_blob(json.dumps(weights).encode())
+    low = log.position.seq + 1
+    log.append("anchor", target=log.position.manifest.target, blobs=[blob], low=low)
+    words = ["gc", tmp_path / "channel"]
+    assert told(capsys, *words)[1]["n_objects"] == 0
+    assert told(capsys, *words, "--grace", 0)[1]["n_objects"] == 4
+    assert told(capsys, *words, "--grace", 0)[1]["n_objects"] == 0
+    assert Log(log.store).get_blob(log.position.manifest, 0)
 
 
 # Wrong use
