@@ -504,3 +504,18 @@ def append_whole(log: Log) -> None:
     """An anchor of the forger's, right after its fence: a version of the next number."""
     number = log.position.manifest.target.number
     log.append("anchor", target=Version(number + 1, "6" * 64), blobs=[log.put_blob(b"lies")])
+
+
+def test_a_record_missing_after_a_new_one_is_noticed_by_the_next_look():
+    channel = Channel()
+    for _ in range(4):
+        channel.delta()
+    subscriber = Subscriber(channel.store)
+    subscriber.refresh()
+    for _ in range(3):
+        channel.delta()
+    first = subscriber.newest_manifest.seq + 1
+    channel.store.delete([manifest_key(first + 1)])
+    assert seqs(subscriber.refresh()) == [first]
+    with pytest.raises(ChainError, match="missing"):
+        subscriber.refresh()

@@ -357,8 +357,10 @@ class Subscriber:
         fresh: list[Record] = []
         broken: DeltaError | None = None
         try:
-            while (record := self._log.read_next((fresh or self._records)[-1])) is not None:
+            newest = self._records[-1]
+            while (record := self._log.read_next(newest, hinted=not fresh)) is not None:
                 fresh.append(record)
+                newest = record
         except DeltaError as error:
             broken = error
         if seen is not None:

@@ -271,4 +271,4 @@ def test_what_a_version_costs_its_trainer_and_a_reader(
     gateway.reset_counts()
     (manifest,) = reader.refresh()
     LogReader(reader._log.store).get_blob(manifest, 0)
-    assert (gateway.counts["api"], gateway.counts["resolver"], gateway.counts["cas"]) == (0, 4, 0)
+    assert (gateway.counts["api"], gateway.counts["resolver"], gateway.counts["cas"]) == (0, 3, 0)

@@ -68,8 +68,12 @@ class LogReader:
             raise ChannelError("a record vanished while it was read", seq=seq)
         return record
 
-    def read_next(self, previous: Record | None) -> Record | None:
+    def read_next(self, previous: Record | None, *, hinted: bool = True) -> Record | None:
         """The verified record after `previous` (None: the log's first), or None: nothing new.
+
+        Args:
+            hinted: whether to see by `head` that a record is missing, where none is found. Who
+                has just found one need not: the next look will tell.
 
         Raises:
             ChainError: it does not continue `previous`, or it is missing though there are later
@@ -78,7 +82,7 @@ class LogReader:
         seq = 1 if previous is None else previous.seq + 1
         record = self.read(seq)
         if record is None:
-            hint = read_head(self.store)
+            hint = read_head(self.store) if hinted else None
             if hint is None or hint < seq:
                 return None
             # Perhaps it came since; else `head` is believed only if it names a record.
