@@ -89,6 +89,7 @@ def test_a_limit_that_a_rank_met_counts_for_all(
         patched.setattr(followed.fleet.ranks[1], "ready", limited)
         follower.cycle()
     assert kind(follower) == "RateLimitError"
+    assert follower._idle_s() == pytest.approx(120)
     store.n_asked, followed.fleet.calls[:] = 0, []
     followed.now += 119
     follower.cycle()
@@ -278,6 +279,7 @@ def test_a_lookout_asks_each_store_once_for_a_watch() -> None:
     for _ in range(3):
         assert lookout.watch(first) is None  # type: ignore[arg-type]
     assert lookout.watch(second) is second.error  # type: ignore[arg-type]
+    assert first.n_ended == 1
     assert lookout.watch(second) is None  # type: ignore[arg-type]
     lookout.end()
     lookout.end()
