@@ -198,7 +198,9 @@ class StagedStore(Store):
         *,
         away: bool = False,
     ) -> None:
-        self._stage.cue(away=away)
+        # On its way a request may be overtaken by several of another's.
+        under_way_s = self._stage.draw.choice((0.0, 0.0, 0.3, 2.0)) if away else 0.0
+        self._stage.cue(under_way_s, away=away)
         if self._dead:
             raise SimulatedCrash(key)
         self._stage.note(f"{self._name} {call} {key[:24]}")

@@ -13,7 +13,7 @@ from vllm_delta.format import Manifest, manifest_key
 def _trusting(log: Log, record: Record) -> bool:
     """A commit that takes the store's answer for what happened."""
     if log._contest is not None:
-        log._contest.enter(record)
+        log._contest.enter(record.seq, record.manifest.epoch)
     won = log.store.put_new(manifest_key(record.seq), record.envelope)
     log._in_doubt = None
     if won:

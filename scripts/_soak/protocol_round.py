@@ -228,11 +228,26 @@ class Round:
                 if reader.look() and reader.held == tail.manifest.target:
                     break
             reader.check()
+            if reader.held != tail.manifest.target and self._begun_twice(reader):
+                self.stage.faults["begun_twice"] += 1
+                reader.ratchet = None
+                reader.forget()
+                reader.look()
             if reader.held != tail.manifest.target:
                 errors = "; ".join(map(str, reader.errors)) or "no error"
                 self.stage.violate(
                     f"{reader.name} ends at {reader.held}, not {tail.manifest.target}: {errors}"
                 )
+
+    def _begun_twice(self, reader: Reader) -> bool:
+        """Whether a reader refuses the channel for another that was begun in the same place.
+
+        Without a condition two trainers can both begin one. Who saw the one that was overwritten
+        says that the channel is another and keeps what it has, until somebody decides.
+        """
+        replaced = any(before.seq == 1 for before, _ in self.truth.replaced)
+        words = ("'channel'", "another channel")
+        return replaced and any(word in str(e) for e in reader.errors for word in words)
 
     def _check_log(self) -> None:
         tail = self.truth.tail
