@@ -302,7 +302,7 @@ def test_a_rival_is_told_once_and_then_the_version_that_it_overwrote():
     rival = Contest(run.store)
     run.publish()
     position = run.publisher._log.position
-    rival.enter(position)  # an earlier intent of the same epoch, at a place of ours
+    rival.enter(position.seq, 1)  # an earlier intent of the same epoch, at a place of ours
     run.publish()
     run.publish()
     clashes = [e for e in run.events if isinstance(e, Clashed)]
@@ -322,7 +322,7 @@ def test_intents_of_dead_trainers_go_where_the_store_cannot_write_if_absent():
     run = Run(Racing(), **KEEPING)
     run.publish()
     run.publish()
-    Contest(run.store).enter(run.publisher._log.position)
+    Contest(run.store).enter(run.publisher._log.position.seq, 1)
     stale = {key for key in run.store.list("m/") if "." in key}
     assert len(stale) == 2
     for _ in range(3):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm_delta.channel import NO_KEYS, Keys, LogReader, Record, Store, open_channel, verify_link
 from vllm_delta.codec import Change, LaneDecoder, decode
@@ -30,6 +30,8 @@ from vllm_delta.replay import replay
 if TYPE_CHECKING:
     from vllm_delta.channel.ratchet import Ratchet, Seen
     from vllm_delta.codec.order import Unsigned
+
+T = TypeVar("T")
 
 _BROKEN = (ChainError, DigestError, FormatError, UnsupportedError)
 """What a record that is missing, unreadable or another's raises."""
@@ -239,7 +241,7 @@ class Subscriber:
             return find(math.inf)
         return cheapest_within(at_most_bytes, find, self._held)
 
-    def fetch(self, manifest: Manifest) -> list[bytes]:
+    def fetch(self, manifest: Manifest) -> list[bytes | memoryview]:
         """All blobs of a manifest, verified. A bad one is asked for once more.
 
         Raises:
@@ -267,7 +269,7 @@ class Subscriber:
             DigestError, FormatError, UnsupportedError: the blobs cannot be used.
         """
         kind = manifest.content
-        blobs: Iterable[bytes]
+        blobs: Iterable[bytes | memoryview]
         if kind == "delta":
             blobs = self.fetch(manifest)
         else:
@@ -440,12 +442,12 @@ class Subscriber:
             return []
         return cheapest(self._held(), goal, resident, reference_bytes, may_take=may_take)
 
-    def _blobs(self, manifest: Manifest) -> Iterator[bytes]:
+    def _blobs(self, manifest: Manifest) -> Iterator[bytes | memoryview]:
         for place in range(len(manifest.blobs)):
             yield _twice(partial(self._log.get_blob, manifest, place))
 
 
-def _twice(fetch: Callable[[], bytes]) -> bytes:
+def _twice(fetch: Callable[[], T]) -> T:
     """Ask once more for what came damaged."""
     try:
         return fetch()

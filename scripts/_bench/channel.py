@@ -118,7 +118,7 @@ def _publish(log: Log, schema: Any, data: bytes) -> int:
     return log.append("anchor", target=target, blobs=blobs, schema=schema).seq
 
 
-def _fetch(reader: LogReader, seq: int) -> bytes:
+def _fetch(reader: LogReader, seq: int) -> bytes | memoryview:
     record = reader.read(seq)
     assert record is not None
     return reader.get_blob(record.manifest, 0)
@@ -173,8 +173,9 @@ def _bare_s3(_: Path) -> Bare:
 def _bare_hub(_: Path) -> Bare:
     import hf_xet
     from huggingface_hub import HfApi, get_session
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    disable_progress_bars()
     bucket, endpoint, token = "demo/channel", os.environ["HF_ENDPOINT"], os.environ["HF_TOKEN"]
     api = HfApi(endpoint=endpoint, token=token)
     headers = {"authorization": f"Bearer {token}"}

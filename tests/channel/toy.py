@@ -91,7 +91,7 @@ def replay(log: Log, records: Iterable[Record], weights: Weights | None = None) 
         manifest = record.manifest
         if manifest.kind == "fence":
             continue
-        change = json.loads(log.get_blob(manifest, 0))
+        change = json.loads(bytes(log.get_blob(manifest, 0)))
         if manifest.kind == "anchor":
             weights = tuple(change)
         elif manifest.kind == "merged":

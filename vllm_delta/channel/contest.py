@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_delta.channel.chain import Record
 from vllm_delta.channel.store import Store
 from vllm_delta.errors import DeltaError, DigestError, FormatError
 from vllm_delta.format import MAX_SEQ, manifest_key
@@ -36,10 +36,20 @@ class Contest:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._name = uuid.uuid4().hex
+        self._entered = (0, 0)
 
-    def enter(self, record: Record) -> None:
-        """Leave an intent to write this record."""
-        self._store.put(self._key(record.seq), b'{"epoch":%d}' % record.manifest.epoch)
+    def enter(self, seq: int, epoch: int, objects: Mapping[str, bytes] | None = None) -> None:
+        """Leave an intent to write a record, unless it was left already.
+
+        Args:
+            objects: of the record, to be written together with the intent.
+        """
+        together = dict(objects or {})
+        if self._entered != (seq, epoch):
+            together[self._key(seq)] = b'{"epoch":%d}' % epoch
+        if together:
+            self._store.put_many(together)
+        self._entered = (seq, epoch)
 
     def rival(self, seq: int) -> Rival | None:
         """Of the others that mean or meant to write there, the one of the highest epoch."""

@@ -139,8 +139,8 @@ class Keys:
             return data
         return seal(self.sealing[0], data, about, always_the_same=always_the_same)
 
-    def open(self, data: bytes, about: bytes, *, drop_bytes: int = 0) -> bytes:
-        """What is in a sealed object; without a sealing key, an object as it is.
+    def open(self, data: bytes, about: bytes, *, drop_bytes: int = 0) -> bytes | memoryview:
+        """What is in a sealed object; without a sealing key, an object as it is, or a view of it.
 
         Args:
             drop_bytes: of the content's end, what to leave out of the answer.
@@ -156,7 +156,7 @@ class Keys:
             raise SettingsError("the channel is sealed; give its sealing key")
         if self.sealing:
             raise SettingsError("the channel is not sealed, but a sealing key is set")
-        return data[:-drop_bytes] if drop_bytes else data
+        return memoryview(data)[:-drop_bytes] if drop_bytes else data  # to cut it off would copy
 
 
 NO_KEYS = Keys()

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from vllm_delta.channel.store import Store, check_key, is_key
 from vllm_delta.errors import (
@@ -31,7 +30,6 @@ from vllm_delta.errors import (
 TEMPORARY_AGE_S = 86_400.0
 """Age at which a temporary file is taken for a dead process's; no live write takes a day."""
 
-_PIECE_BYTES = 1 << 20
 _ROOT = "."
 _FOLDERS = (_ROOT, "m", "b")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -105,22 +103,6 @@ class LocalStore(Store):
                 return None
             with _closing(folder):
                 return _read(folder, name, key, max_bytes)
-
-    def stream(self, key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes] | None:
-        folder_name, name = _place(key)
-        with self._errors(key):
-            folder = self._open_folder(folder_name)
-            if folder is None:
-                return None
-            with _closing(folder):
-                file = _open(folder, name, key, max_bytes)
-        return None if file is None else self._pieces(file, key, start)
-
-    def _pieces(self, file: BinaryIO, key: str, start: int) -> Iterator[bytes]:
-        with file, self._errors(key):
-            file.seek(start)
-            while piece := file.read(_PIECE_BYTES):
-                yield piece
 
     def delete(self, keys: Iterable[str]) -> None:
         places: dict[str, list[str]] = {}
@@ -263,19 +245,6 @@ def _write(folder: int, name: str, data: bytes) -> None:
 
 
 def _read(folder: int, name: str, key: str, max_bytes: int) -> bytes | None:
-    file = _open(folder, name, key, max_bytes)
-    if file is None:
-        return None
-    with file:
-        n_bytes = os.fstat(file.fileno()).st_size
-        data = file.read(n_bytes)
-        while len(data) < n_bytes and (more := file.read(n_bytes - len(data))):
-            data += more
-    return data
-
-
-def _open(folder: int, name: str, key: str, max_bytes: int) -> BinaryIO | None:
-    """An object opened for reading; None when there is none."""
     # Non-blocking, so that a named pipe put in an object's place cannot hold a reader for ever.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -286,7 +255,7 @@ def _open(folder: int, name: str, key: str, max_bytes: int) -> BinaryIO | None:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise FormatError("an object is not a plain file", key=key) from error
         raise
-    try:
+    with _closing(descriptor):
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("an object is not a plain file", key=key)
@@ -294,10 +263,11 @@ def _open(folder: int, name: str, key: str, max_bytes: int) -> BinaryIO | None:
             raise DigestError(
                 "an object is too large", key=key, n_bytes=status.st_size, max_bytes=max_bytes
             )
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return open(descriptor, "rb", buffering=0)
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            data = file.read(status.st_size)
+            while len(data) < status.st_size and (more := file.read(status.st_size - len(data))):
+                data += more
+    return data
 
 
 def _sync_path(folder: Path | int) -> None:

@@ -46,6 +46,9 @@ COMMIT_ATTEMPTS = 4
 CLAIM_ATTEMPTS = 16
 """Fences tried against a channel that other trainers go on writing to."""
 
+_CONTESTED = 8
+"""Of our records at places where another trainer was met, so many are read again by each commit."""
+
 
 class Log(LogReader):
     """The protocol over a store: read and verify records; claim the channel and append to it.
@@ -67,6 +70,7 @@ class Log(LogReader):
         self._clock = clock
         self._contest = None if store.atomic else Contest(store)
         self._rival: Rival | None = None
+        self._contested: dict[int, Record] = {}
         self._position: Record | None = None
         self._in_doubt: Record | None = None
         self._fenced = False
@@ -135,8 +139,13 @@ class Log(LogReader):
 
     def _put_objects(self, objects: dict[str, bytes]) -> None:
         self._refuse_if_fenced()
-        if objects:
+        if not objects:
+            return
+        if self._contest is None or self._position is None:
             self.store.put_many(objects)
+        else:
+            manifest = self._position.manifest
+            self._contest.enter(manifest.seq + 1, manifest.epoch, objects)
 
     def claim(self, writer: str) -> Manifest:
         """Take the channel over: write a fence after its newest record, or begin the channel.
@@ -246,19 +255,29 @@ class Log(LogReader):
     def _check_ground(self, position: Record) -> None:
         """Refuse to build on a store that lost our newest record: a restored or swapped one."""
         found = self._bytes_at(position.seq)
+        lost = _version_in(position)
         if found == position.envelope:
             self._look_for_rivals(position)
+            self._check_contested()
             return
-        lost = None if position.manifest.kind == "fence" else str(position.manifest.target)
         if found is not None and self._contest is not None:
             self._lose(position.seq, lost=lost)
         raise ChainError("our newest record has gone from the channel", seq=position.seq, lost=lost)
+
+    def _check_contested(self) -> None:
+        """Look again where others were met: what they sent before they knew may land yet."""
+        for seq, record in list(self._contested.items())[-_CONTESTED:]:
+            if self._bytes_at(seq) != record.envelope:
+                raise ChainError(
+                    "overwritten by another trainer", seq=seq, lost=_version_in(record)
+                )
 
     def _look_for_rivals(self, record: Record) -> None:
         """Learn of others at the place of a record of ours; before one of a later epoch, stop."""
         if self._contest is None or (rival := self._contest.rival(record.seq)) is None:
             return
         self._rival = rival
+        self._contested[record.seq] = record
         if rival.epoch > record.manifest.epoch:
             self._fenced = True
             raise FencedError(
@@ -271,7 +290,7 @@ class Log(LogReader):
         What the store says about the write is never taken for an answer, only what it gives back.
         """
         if self._contest is not None:
-            self._contest.enter(record)
+            self._contest.enter(record.seq, record.manifest.epoch)
         self._in_doubt = record
         failure: DeltaError | None = None
         for _ in range(COMMIT_ATTEMPTS):
@@ -348,3 +367,8 @@ class Log(LogReader):
                 raise ChainError("overwritten by a trainer of an earlier epoch", **facts)
         self._fenced = True
         raise FencedError("another trainer owns the channel", **facts)
+
+
+def _version_in(record: Record) -> str | None:
+    """The version that a record brings or restates; None for a fence."""
+    return None if record.manifest.kind == "fence" else str(record.manifest.target)

@@ -130,32 +130,31 @@ class LogReader:
             raise ChainError("a record was replaced while the chain was read", seq=tail.seq)
         return records
 
-    def get_blob(self, manifest: Manifest, place: int) -> bytes:
+    def get_blob(self, manifest: Manifest, place: int) -> bytes | memoryview:
         """Fetch a record's blob and check it; `place` is its place in the manifest.
+
+        Returns:
+            Its bytes, perhaps as a view of what was fetched.
 
         Raises:
             DigestError: it is missing, or its size or sha256 is not the manifest's.
             SettingsError: it is sealed and the key is not at hand, or the other way round.
         """
         about = about_blob(manifest.channel, manifest.seq, place)
-        ref = manifest.blobs[place]
-        if self._cache is None and not self.keys.sealing:
-            # Without the salt from the beginning: to cut it off later would copy it all.
-            return self.keys.open(_joined(self._load(ref), SALT_BYTES), about)
-        return self.keys.open(self._fetch(ref), about, drop_bytes=SALT_BYTES)
+        return self.keys.open(self._fetch(manifest.blobs[place]), about, drop_bytes=SALT_BYTES)
 
     def get_schema(self, manifest: Manifest) -> bytes:
         """Fetch the schema that a record names and check it; errors as of `get_blob`."""
         assert manifest.schema is not None
-        return self.keys.open(self._fetch(manifest.schema), about_schema(manifest.channel))
+        return bytes(self.keys.open(self._fetch(manifest.schema), about_schema(manifest.channel)))
 
     def _fetch(self, ref: BlobRef) -> bytes:
         if self._cache is None:
-            return _joined(self._load(ref))
-        return self._cache.fetch(ref, lambda: _joined(self._load(ref)))
+            return self._load(ref)
+        return self._cache.fetch(ref, lambda: self._load(ref))
 
-    def _load(self, ref: BlobRef) -> list[bytes]:
-        """The pieces of a blob's object, from the store, with the right digest."""
+    def _load(self, ref: BlobRef) -> bytes:
+        """A blob's object, from the store, with the right digest."""
         key = blob_key(ref.sha256)
         stream = self.store.stream(key, max_bytes=ref.n_bytes)
         if stream is None:
@@ -181,15 +180,4 @@ class LogReader:
             raise DigestError(
                 "a blob has the wrong digest", key=key, expected=ref.sha256, actual=actual
             )
-        return pieces
-
-
-def _joined(pieces: list[bytes], drop_bytes: int = 0) -> bytes:
-    """One object of pieces, which are given up; without so many bytes of its end."""
-    while drop_bytes and pieces:
-        last = pieces.pop()
-        if len(last) > drop_bytes:
-            pieces.append(last[: len(last) - drop_bytes])
-            break
-        drop_bytes -= len(last)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -98,7 +98,7 @@ def encode_reference(schema: Schema, fingerprints: Sequence[int]) -> bytes:
 
 
 def decode(
-    data: bytes, schema: Schema, kind: BlobKind, lanes: LaneDecoder | None = None
+    data: bytes | memoryview, schema: Schema, kind: BlobKind, lanes: LaneDecoder | None = None
 ) -> Iterator[Change]:
     """Decode a blob tensor by tensor; the last step of the iterator checks what is left over.
 

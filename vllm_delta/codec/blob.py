@@ -78,7 +78,7 @@ def build_blob(
     return b"".join([header, bytes(lines), table, *(data for _, data in present)])
 
 
-def parse_blob(data: bytes, schema: Schema, kind: BlobKind) -> Blob:
+def parse_blob(data: bytes | memoryview, schema: Schema, kind: BlobKind) -> Blob:
     """Read a container and check every length and number in it.
 
     Raises:
