@@ -18,6 +18,9 @@ from pathlib import Path
 from vllm_delta.errors import SettingsError
 from vllm_delta.format import BlobRef
 
+Object = bytes | bytearray
+"""A stored object as it was fetched; nobody changes it any more."""
+
 logger = logging.getLogger("vllm_delta")
 
 _BLOB = re.compile(r"[0-9a-f]{64}\.blob")
@@ -71,7 +74,7 @@ class BlobCache:
         except OSError as error:
             self._complain(error)
 
-    def fetch(self, ref: BlobRef, load: Callable[[], bytes]) -> bytes:
+    def fetch(self, ref: BlobRef, load: Callable[[], Object]) -> Object:
         """A blob's object, from the folder or else from `load`.
 
         Args:
@@ -86,11 +89,11 @@ class BlobCache:
         if lock is None:
             return load()
         with _held(lock):
-            data = self._read(ref, drop_damaged=True)
-            if data is None:
-                data = load()
-                self._keep(ref, data)
-            return data
+            if (data := self._read(ref, drop_damaged=True)) is not None:
+                return data
+            loaded = load()
+            self._keep(ref, loaded)
+            return loaded
 
     def _read(self, ref: BlobRef, *, drop_damaged: bool = False) -> bytes | None:
         path = self.folder / f"{ref.sha256}.blob"
@@ -109,7 +112,7 @@ class BlobCache:
             return None  # whatever it is, it is loaded and written anew
         return None
 
-    def _keep(self, ref: BlobRef, data: bytes) -> None:
+    def _keep(self, ref: BlobRef, data: Object) -> None:
         try:
             try:
                 self._write(ref.sha256, data)
@@ -121,7 +124,7 @@ class BlobCache:
         except (OSError, SettingsError) as error:
             self._complain(error)
 
-    def _write(self, name: str, data: bytes, *, to_free: int = 0) -> None:
+    def _write(self, name: str, data: Object, *, to_free: int = 0) -> None:
         """Write under a temporary name, which nobody else does while this blob's lock is held."""
         temporary = self.folder / f"{name}.tmp"
         if (lock := self._lock(_ROOM_LOCK)) is None:

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -36,6 +37,9 @@ _SETTINGS = {
 _READ_TIMEOUT = "client.read_timeout", "HF_XET_CLIENT_READ_TIMEOUT"
 _SILENCE = {"read": timedelta(seconds=30), "write": timedelta(seconds=120)}
 """Longest wait for the next bytes. A write waits while its 64 MiB pieces are on their way."""
+
+_RANGE_BYTES = 16 << 20
+"""Asked for at a time: `hf_xet` gives a range as one piece, and it is hashed beside the next."""
 
 _REFUSED = re.compile(r"\((401 Unauthorized|403 Forbidden)\)")
 _EMPTY_HASH = "0" * 64
@@ -79,18 +83,35 @@ class Xet:
 
     def stream(self, xet_hash: str, n_bytes: int, start: int = 0) -> Iterator[bytes]:
         """An object's bytes from `start` on, in pieces; their content is not verified by Xet."""
-        while start < n_bytes and xet_hash != _EMPTY_HASH:
+        if xet_hash == _EMPTY_HASH:
+            return
+        # The next range comes while the caller is busy with this one.
+        with ThreadPoolExecutor(1) as ahead:
+            coming: Future[list[bytes]] | None = None
+            for first in range(start, n_bytes, _RANGE_BYTES):
+                this, coming = coming, ahead.submit(self._range, xet_hash, n_bytes, first)
+                if this is not None:
+                    yield from this.result()
+            if coming is not None:
+                yield from coming.result()
+
+    def _range(self, xet_hash: str, n_bytes: int, start: int) -> list[bytes]:
+        """The pieces of one range, all of them."""
+        end = min(start + _RANGE_BYTES, n_bytes)
+        pieces: list[bytes] = []
+        while start < end:
             token, is_new = self._token("read")
             cause: Exception | None = None
             try:
                 info = require("hf_xet", "1.8").XetFileInfo(xet_hash, n_bytes)
-                for piece in self._reader(token).download_stream(info, start=start):
+                for piece in self._reader(token).download_stream(info, start=start, end=end):
                     start += len(piece)
-                    yield piece
+                    pieces.append(piece)
             except (OSError, RuntimeError, ValueError) as error:
                 cause = error
-            if start < n_bytes:
+            if start < end:
                 self._after_failure(cause, token, is_new)
+        return pieces
 
     def _after_failure(self, cause: Exception | None, token: _Token, is_new: bool) -> None:
         """Raise, unless a new token may help."""

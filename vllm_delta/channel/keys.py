@@ -139,7 +139,9 @@ class Keys:
             return data
         return seal(self.sealing[0], data, about, always_the_same=always_the_same)
 
-    def open(self, data: bytes, about: bytes, *, drop_bytes: int = 0) -> bytes | memoryview:
+    def open(
+        self, data: bytes | bytearray, about: bytes, *, drop_bytes: int = 0
+    ) -> bytes | memoryview:
         """What is in a sealed object; without a sealing key, an object as it is, or a view of it.
 
         Args:
@@ -156,7 +158,8 @@ class Keys:
             raise SettingsError("the channel is sealed; give its sealing key")
         if self.sealing:
             raise SettingsError("the channel is not sealed, but a sealing key is set")
-        return memoryview(data)[:-drop_bytes] if drop_bytes else data  # to cut it off would copy
+        # To cut it off would copy all that is left.
+        return memoryview(data)[:-drop_bytes].toreadonly() if drop_bytes else bytes(data)
 
 
 NO_KEYS = Keys()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
+from vllm_delta.channel.cache import BlobCache, Object
 from vllm_delta.channel.chain import Record, parse_record, verify_link
 from vllm_delta.channel.keys import NO_KEYS, Keys, about_blob, about_schema
 from vllm_delta.channel.store import Store
@@ -15,11 +15,9 @@ from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES, find_tail, is_there, rea
 from vllm_delta.errors import ChainError, ChannelError, DigestError
 from vllm_delta.format import MAX_SEQ, BlobRef, Manifest, blob_key, manifest_key
 
-if TYPE_CHECKING:
-    from vllm_delta.channel.cache import BlobCache
-
 SALT_BYTES = 8
 """At the end of each blob's object, so that no two writes are of one object; see `FORMAT.md`."""
+
 
 _HASHED_BESIDE = 4 << 20
 
@@ -148,30 +146,26 @@ class LogReader:
         assert manifest.schema is not None
         return bytes(self.keys.open(self._fetch(manifest.schema), about_schema(manifest.channel)))
 
-    def _fetch(self, ref: BlobRef) -> bytes:
+    def _fetch(self, ref: BlobRef) -> Object:
         if self._cache is None:
             return self._load(ref)
         return self._cache.fetch(ref, lambda: self._load(ref))
 
-    def _load(self, ref: BlobRef) -> bytes:
+    def _load(self, ref: BlobRef) -> Object:
         """A blob's object, from the store, with the right digest."""
         key = blob_key(ref.sha256)
         stream = self.store.stream(key, max_bytes=ref.n_bytes)
         if stream is None:
             raise DigestError("a blob is missing", key=key)
-        hasher, n_bytes = hashlib.sha256(), 0
-        pieces: list[bytes] = []
+        hasher = hashlib.sha256()
+        update = hasher.update
         # Beside the transfer: sha256 takes about as long as a fast store does.
         with ThreadPoolExecutor(1) if ref.n_bytes > _HASHED_BESIDE else nullcontext() as thread:
-            for piece in stream:
-                n_bytes += len(piece)
-                if n_bytes > ref.n_bytes:
-                    break
-                pieces.append(piece)
-                if thread is None:
-                    hasher.update(piece)
-                else:
-                    thread.submit(hasher.update, piece)
+            data, n_bytes = _gathered(
+                stream,
+                ref.n_bytes,
+                update if thread is None else lambda piece: thread.submit(update, piece),
+            )
         if n_bytes != ref.n_bytes:
             raise DigestError(
                 "a blob has the wrong size", key=key, expected=ref.n_bytes, actual=n_bytes
@@ -180,4 +174,22 @@ class LogReader:
             raise DigestError(
                 "a blob has the wrong digest", key=key, expected=ref.sha256, actual=actual
             )
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return data
+
+
+def _gathered(
+    pieces: Iterator[bytes], n_bytes: int, hash_piece: Callable[[bytes], object]
+) -> tuple[Object, int]:
+    """An object of pieces, and its size; given up as soon as it is larger than `n_bytes`."""
+    first = next(pieces, b"")
+    hash_piece(first)
+    if len(first) >= n_bytes:
+        return first, len(first) + len(next(pieces, b""))
+    # Grown as they come: to join them in the end would take as long again.
+    data = bytearray(first)
+    for piece in pieces:
+        if len(data) + len(piece) > n_bytes:
+            return data, len(data) + len(piece)
+        hash_piece(piece)
+        data += piece
+    return data, len(data)

@@ -37,7 +37,7 @@ def sealed_bytes(n_bytes: int) -> int:
     return HEAD_BYTES + n_bytes + TAG_BYTES * max(1, -(-n_bytes // SEGMENT_BYTES))
 
 
-def is_sealed(data: bytes) -> bool:
+def is_sealed(data: bytes | bytearray) -> bool:
     """Whether this is a sealed object; no other object begins like one."""
     return data.startswith(MAGIC)
 
@@ -65,7 +65,9 @@ def seal(key: bytes, data: bytes, about: bytes, *, always_the_same: bool = False
     return _filled(sealed_bytes(len(data)), fill)
 
 
-def unseal(keys: Sequence[bytes], data: bytes, about: bytes, *, drop_bytes: int = 0) -> bytes:
+def unseal(
+    keys: Sequence[bytes], data: bytes | bytearray, about: bytes, *, drop_bytes: int = 0
+) -> bytes:
     """What is in a sealed object.
 
     Args:
@@ -87,7 +89,7 @@ def unseal(keys: Sequence[bytes], data: bytes, about: bytes, *, drop_bytes: int 
     from cryptography.exceptions import InvalidTag
 
     view = memoryview(data)
-    cipher = _cipher(key, data[HEAD_BYTES - _SALT_BYTES : HEAD_BYTES])
+    cipher = _cipher(key, bytes(data[HEAD_BYTES - _SALT_BYTES : HEAD_BYTES]))
     bound = data[:HEAD_BYTES] + about
 
     def fill(out: memoryview) -> None:
