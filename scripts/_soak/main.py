@@ -37,8 +37,25 @@ def protocol(options: argparse.Namespace) -> Report:
     return protocol.main(options.store, options.rounds, options.seed, options.first)
 
 
+def parse_soak(options: argparse.Namespace) -> Report:
+    from scripts._soak import parse
+
+    return parse.run(options.rounds, options.seed, options.first)
+
+
+def kill(options: argparse.Namespace) -> Report:
+    from scripts._soak import kill
+
+    return kill.run(options.rounds, options.seed, options.first, where=options.store)
+
+
 # Each imports its own when it is asked for: what one limits or patches is no matter of the others.
-SOAKS: dict[str, Callable[[argparse.Namespace], Report]] = {"codec": codec, "protocol": protocol}
+SOAKS: dict[str, Callable[[argparse.Namespace], Report]] = {
+    "codec": codec,
+    "protocol": protocol,
+    "parse": parse_soak,
+    "kill": kill,
+}
 
 
 def main() -> int:

@@ -20,11 +20,20 @@ STORES = ("memory", "local", "s3", "hub")
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads the command line; ends the program on a mistake, or after `--help`."""
     parser = argparse.ArgumentParser(prog="scripts/soak")
-    commands = parser.add_subparsers(dest="what", required=True, metavar="{codec,protocol}")
+    commands = parser.add_subparsers(
+        dest="what", required=True, metavar="{codec,protocol,parse,kill}"
+    )
     codec = commands.add_parser("codec", help="damaged deltas and bases")
     codec.add_argument("--n", type=_count, default=100_000, help="how many (default: 100000)")
     _seeded(codec)
     _rounds(commands, "protocol", "trainers and readers under faults", STORES)
+    damage = commands.add_parser("parse", help="damaged bytes for every parser")
+    damage.add_argument("--rounds", type=_count, default=1_000_000, help="default: 1000000")
+    _seeded(damage)
+    killed = commands.add_parser("kill", help="trainers and readers that are killed")
+    killed.add_argument("--rounds", type=_count, default=100, help="default: 100")
+    killed.add_argument("--store", choices=STORES[1:], default="local")
+    _seeded(killed)
     options = parser.parse_args(arguments)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"there is no directory for {options.json}")
