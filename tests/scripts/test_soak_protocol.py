@@ -38,9 +38,8 @@ def test_a_tenth_of_the_rounds_ends_well(store: str) -> None:
     assert report.good, "\n".join(report.troubles)
     assert report.n_rounds == protocol.FULL[store] // 10
     if store == "memory":
-        assert not {kind for kind in protocol.KINDS if not report.faults[kind]}, (
-            "a fault is missing"
-        )
+        missing = {kind for kind in protocol.KINDS if not report.faults[kind]}
+        assert missing <= protocol.RARE
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
