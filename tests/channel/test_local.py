@@ -275,6 +275,12 @@ def open_place() -> Iterator[Path]:
         yield place
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30), "a\ud800b"])
+def test_a_path_that_no_system_can_have_is_a_setting_to_fix(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError):
+        LocalStore(tmp_path / name)
+
+
 def test_a_directory_one_may_not_write_is_a_setting_to_fix(open_place: Path) -> None:
     root = open_place / "channel"
     begin(Log(LocalStore(root)))

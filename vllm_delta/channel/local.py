@@ -48,11 +48,15 @@ class LocalStore(Store):
     symbolic link; nothing below it is followed.
 
     Raises:
-        SettingsError: `path` is there and is not a directory.
+        SettingsError: `path` is there and is not a directory, or no path at all.
     """
 
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
         self._root = Path(path).absolute()
+        try:
+            os.fsencode(self._root)
+        except UnicodeEncodeError as error:
+            raise SettingsError("no path can hold this text", path=ascii(str(path))) from error
         self._clock = clock
         self._swept = False
         self._seen: set[str] = set()
@@ -209,7 +213,7 @@ class LocalStore(Store):
             return ChannelFullError("no room left in the channel's directory", **facts)
         if error.errno in _DENIED:
             return SettingsError("not allowed in the channel's directory", **facts)
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             return SettingsError("the channel's path is not a plain directory", **facts)
         if error.errno == errno.ENOENT:
             if not os.path.isdir(self._root.parent):
