@@ -27,8 +27,10 @@ SPEC = DeltaSpec(seed=3)
 class Channel:
     """Writes versions of `SPEC` through the log, and keeps what each holds."""
 
-    def __init__(self, *, reference: Reference | None = None) -> None:
-        self.store = MemoryStore()
+    def __init__(
+        self, *, reference: Reference | None = None, store: MemoryStore | None = None
+    ) -> None:
+        self.store = MemoryStore() if store is None else store
         self.log = Log(self.store)
         self.log.claim("test")
         self.schema = SPEC.schema

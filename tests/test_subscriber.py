@@ -519,3 +519,19 @@ def test_a_record_missing_after_a_new_one_is_noticed_by_the_next_look():
     assert seqs(subscriber.refresh()) == [first]
     with pytest.raises(ChainError, match="missing"):
         subscriber.refresh()
+
+
+def test_a_reader_that_took_nothing_yet_follows_whoever_began_the_channel_in_the_end(tmp_path):
+    """In a store without a conditional write two trainers can both begin it."""
+    store = MemoryStore()
+    Log(store).claim("overwritten")
+    ratchet = Ratchet(tmp_path, store.url)
+    readers = [Subscriber(store), Subscriber(store, ratchet=ratchet)]
+    for reader in readers:
+        assert len(reader.refresh()) == 1
+    store.delete([manifest_key(1)])
+    channel = Channel(store=store)
+    for reader in readers:
+        reader.refresh()
+        assert reader.channel_id == channel.log.position.manifest.channel
+        assert_version(reader.materialise(), 0)

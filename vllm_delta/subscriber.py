@@ -376,7 +376,7 @@ class Subscriber:
 
     def _adopt(self, records: list[Record], *, after: Sequence[Record] = ()) -> list[Manifest]:
         """Take records for good: first on the ratchet, so that nothing is done with others."""
-        if self._ratchet is not None:
+        if self._ratchet is not None and any(r.manifest.target is not None for r in records):
             self._ratchet.advance(records)
         known = {record.digest for record in self._records}
         self._records = [*after, *records]
@@ -457,10 +457,11 @@ def _twice(fetch: Callable[[], T]) -> T:
 
 def _replaces(old: Manifest, new: Manifest) -> bool:
     """Whether a chain that ends in `new` may stand in for one that ended in `old`."""
+    if old.target is None:
+        # Nothing was taken from it: perhaps two trainers began the channel at once.
+        return True
     if new.channel != old.channel or new.epoch < old.epoch:
         return False
-    if old.target is None:
-        return True
     if new.target is None or new.target == old.target:
         return new.target is not None
     return new.target.number > old.target.number

@@ -152,7 +152,7 @@ def _environment(delta: Mapping[str, Any] | None) -> dict[str, str]:
         if key != "VLLM_API_KEY" and not key.startswith("VLLM_DELTA_")
     }
     # The checkpoint is here; only a channel may be on the Hub.
-    if delta is None or not str(delta["channel"]).startswith("hf://"):
+    if not str((delta or {}).get("channel")).startswith("hf://"):
         inherited["HF_HUB_OFFLINE"] = "1"
     return inherited | {
         "VLLM_NO_USAGE_STATS": "1",
