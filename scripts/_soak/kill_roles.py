@@ -168,11 +168,12 @@ def reader(line: socket.socket, *, url: str, folder: str, name: str) -> None:
         for shown, replica in follower.go(before):
             now = [shown.number, root_of(replica.schema, replica.bits)]
             before[:] = now
-            talk.tell(shown=now, from_note=follower.resumed)
             talk.tell(phase="save")
             temporary = note.with_suffix(".tmp")
             temporary.write_text(json.dumps(now))
             os.replace(temporary, note)
+            # Only now: what comes after this process must not fall behind what it has shown.
+            talk.tell(shown=now, from_note=follower.resumed)
         if goal is not None and before == goal:
             talk.tell(final=follower.digest)
             return

@@ -79,8 +79,15 @@ class Parser:
 
 
 def pairs(data: bytes) -> Any:
-    """JSON with an object as the list of its fields, so that none can stand twice unseen."""
-    return json.loads(data, object_pairs_hook=lambda fields: ("object", sorted(fields)))
+    """JSON with an object as the list of its fields, so that none can stand twice unseen.
+
+    A time is a float, however it is written.
+    """
+
+    def listed(fields: list[tuple[str, Any]]) -> Any:
+        return [(name, float(value) if name == "time" else value) for name, value in sorted(fields)]
+
+    return json.loads(data, object_pairs_hook=listed)
 
 
 def formats(seed: int) -> Iterator[Parser]:
