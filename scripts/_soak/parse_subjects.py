@@ -85,9 +85,16 @@ def pairs(data: bytes) -> Any:
     """
 
     def listed(fields: list[tuple[str, Any]]) -> Any:
-        return [(name, float(value) if name == "time" else value) for name, value in sorted(fields)]
+        return [
+            (name, float(value) if name == "time" else value)
+            for name, value in sorted(fields, key=_name)
+        ]
 
     return json.loads(data, object_pairs_hook=listed)
+
+
+def _name(field: tuple[str, Any]) -> str:
+    return field[0]
 
 
 def formats(seed: int) -> Iterator[Parser]:
