@@ -36,7 +36,7 @@ class Line:
         from huggingface_hub.errors import HfHubHTTPError
 
         library = import_module(HfHubHTTPError.__bases__[0].__module__)
-        self._library, self._next = library, b""
+        self._library, self._next = library, b"200\n\n[]"
         constants.HF_HUB_OFFLINE = False
         set_client_factory(lambda: library.Client(transport=library.MockTransport(self._answer)))
 
@@ -163,7 +163,12 @@ def _token(store: HubStore, data: bytes) -> None:
     demand(token.endpoint == str(said["casUrl"]), "another endpoint")
     demand(token.secret == str(said["accessToken"]), "another token")
     demand(token.expires_s == float(said["exp"]), "another end")
-    demand(token.secret not in repr(token) or token.secret in token.endpoint, "tells the secret")
+    # A secret of a letter or two stands in every text.
+    short = len(token.secret) < 4
+    demand(
+        short or token.secret not in repr(token) or token.secret in token.endpoint,
+        "tells the secret",
+    )
 
 
 def _tree(store: HubStore) -> None:

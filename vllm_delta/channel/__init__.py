@@ -83,9 +83,14 @@ def _local(path: str) -> Store:
 
 
 def _file(url: str, scheme: str) -> Store:
-    parts = urlsplit(url)
-    # As bytes: a directory's name need not be UTF-8.
-    path = os.fsdecode(unquote_to_bytes(parts.path))
+    try:
+        parts = urlsplit(url)
+        # As bytes: a directory's name need not be UTF-8.
+        path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))
+    except ValueError as error:
+        raise SettingsError(
+            "not a channel's address", url=ascii(shown(url)), supported=_SUPPORTED
+        ) from error
     plain = parts.netloc in ("", "localhost") and not parts.query and not parts.fragment
     if scheme != "file" or not plain or "\0" in path:
         raise SettingsError("not a channel's address", url=shown(url), supported=_SUPPORTED)

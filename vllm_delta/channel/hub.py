@@ -89,7 +89,10 @@ class HubStore(Store):
         Raises:
             SettingsError: an address of another form, or what the constructor raises.
         """
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            parts = urlsplit("")
         path = unquote(parts.path, errors="strict") if _is_utf8(parts.path) else ""
         names = path.removeprefix("/").removesuffix("/").split("/")
         query = parse_qsl(parts.query, keep_blank_values=True)
@@ -225,7 +228,8 @@ class HubStore(Store):
 
     def _is_gone(self, failure: Any, deleted: set[str]) -> bool:
         """Whether it is a delete that failed because nothing was there."""
-        if not isinstance(failure, dict) or failure.get("path") not in deleted:
+        path = failure.get("path") if isinstance(failure, dict) else None
+        if not isinstance(path, str) or path not in deleted:
             return False
         if _NOT_THERE.search(str(failure.get("error", ""))):
             return True
@@ -254,7 +258,7 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def _is_utf8(path: str) -> bool:
     try:
-        unquote(path, errors="strict")
-    except UnicodeDecodeError:
+        unquote(path, errors="strict").encode()
+    except UnicodeError:
         return False
     return True

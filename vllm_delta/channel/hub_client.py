@@ -295,7 +295,7 @@ def _cause(error: BaseException) -> str:
 def _json(body: bytes) -> Any:
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ChannelError("the Hub's answer is not JSON", n_bytes=len(body)) from error
 
 
@@ -306,7 +306,7 @@ def _text(response: Response) -> str:
         try:
             body = read(response, 1 << 16)
             said = json.loads(body).get("error", "")
-        except (DeltaError, ValueError, AttributeError):
+        except (DeltaError, ValueError, AttributeError, RecursionError):
             return ""
     return plain(str(said))
 

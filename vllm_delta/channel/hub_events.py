@@ -23,6 +23,7 @@ LONGEST_WAIT_S = 900.0
 
 JOIN_S = 2.0
 MAX_EVENT_BYTES = 16 << 20
+MAX_CURSOR = 4096
 
 _NO_FEED = (404, 405, 501)
 
@@ -118,7 +119,8 @@ class _Follower(threading.Thread):
     def _take(self, name: str, data: dict[str, Any]) -> bool:
         """Act on one event. False: the stream ends here."""
         cursor = data.get("cursor")
-        if isinstance(cursor, str):
+        # It goes into an address: what fits into none would keep the feed from being opened again.
+        if isinstance(cursor, str) and cursor.isascii() and len(cursor) <= MAX_CURSOR:
             self._cursor = cursor
         if name in ("ready", "changes"):
             self._n_failures = 0

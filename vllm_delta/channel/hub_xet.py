@@ -189,7 +189,7 @@ def _parse(answer: Any) -> _Token:
         token = _Token(str(answer["casUrl"]), str(answer["accessToken"]), float(answer["exp"]))
         if not math.isfinite(token.expires_s):
             raise ValueError
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ChannelError("the Hub's answer holds no Xet token") from error
     return token
 

@@ -26,13 +26,13 @@ _OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def read_private_key(path: str | Path) -> Ed25519PrivateKey:
     """Read an Ed25519 private key: PEM, PKCS #8, without a passphrase, closed to others."""
     with needing_cryptography():
-        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.exceptions import InternalError, UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
         key = load_pem_private_key(_read(path, secret=True), None)
-    except (TypeError, ValueError, UnsupportedAlgorithm):
+    except (TypeError, ValueError, UnsupportedAlgorithm, InternalError):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
         raise SettingsError("not an Ed25519 private key in PEM, unencrypted", path=str(path))
@@ -42,7 +42,7 @@ def read_private_key(path: str | Path) -> Ed25519PrivateKey:
 def read_public_keys(path: str | Path) -> list[Ed25519PublicKey]:
     """Read Ed25519 public keys in PEM, one after another."""
     with needing_cryptography():
-        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.exceptions import InternalError, UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -52,7 +52,7 @@ def read_public_keys(path: str | Path) -> list[Ed25519PublicKey]:
     for block in blocks:
         try:
             key = load_pem_public_key(block.lstrip() + end + b"\n")
-        except (ValueError, UnsupportedAlgorithm):
+        except (ValueError, UnsupportedAlgorithm, InternalError):
             break
         if isinstance(key, Ed25519PublicKey):
             keys.append(key)

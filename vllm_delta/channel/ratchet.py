@@ -187,7 +187,7 @@ class Ratchet:
                 return {}
         try:
             return _parse(data, self._url)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SettingsError(
                 "the note of what was seen of a channel is damaged; restore it, or remove it to "
                 "trust the channel as it stands now",

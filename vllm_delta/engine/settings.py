@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -116,7 +116,7 @@ class Settings:
         if type_name.startswith("float"):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 self._refuse(name, "is not a number")
-            if not math.isfinite(value):
+            if not -sys.float_info.max <= value <= sys.float_info.max:
                 self._refuse(name, "is not finite")
         elif type_name == _LIST:
             if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
