@@ -132,6 +132,12 @@ class Rectangle:
         return Strided(self.target_offset, self.sizes, self.target_strides)
 
     @property
+    def is_run(self) -> bool:
+        """Whether its elements follow one another, in one order in tensor and storage."""
+        runs = ((), (1,))
+        return self.source_strides in runs and self.target_strides in runs
+
+    @property
     def region(self) -> tuple[int, Strided]:
         """Which checkpoint elements are covered: equal for replicas, however they are stored."""
         return self.tensor, self.source
@@ -149,6 +155,10 @@ class Rectangle:
         # Not np.searchsorted: it would first convert all of an int32 array.
         first = bisect_left(indices, self.source_offset)
         last = bisect_left(indices, self.source.stop, first)
+        if self.is_run:
+            offsets = indices[first:last].astype(np.int64)
+            offsets += self.target_offset - self.source_offset
+            return np.arange(first, last, dtype=np.int64), offsets
         rest = indices[first:last].astype(np.int64) - self.source_offset
         offsets = np.full(rest.size, self.target_offset, dtype=np.int64)
         inside: npt.NDArray[np.bool_] | None = None
