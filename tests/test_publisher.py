@@ -11,6 +11,7 @@ from vllm_delta.errors import (
     ChannelError,
     SettingsError,
 )
+from vllm_delta.format import manifest_key
 from vllm_delta.publisher import Publisher, PublisherSettings
 from vllm_delta.subscriber import Subscriber
 from vllm_delta.testing import FaultyChannel, MemoryStore
@@ -202,3 +203,24 @@ def test_an_anchor_can_be_asked_for():
     wanted = read(store)
     assert publisher.anchor().version.number == 1
     assert_same(read(store), wanted)
+
+
+def test_blobs_are_made_so_large_that_a_version_takes_few_enough():
+    small = PublisherSettings(blob_bytes=1)
+    assert small.for_model(100).blob_bytes == 1
+    assert small.for_model(1 << 40).blob_bytes == 256 << 20
+    assert small.for_model(1 << 50).blob_bytes == 512 << 20
+    large = PublisherSettings()
+    assert large.for_model(100 << 30) is large
+
+
+def test_a_version_of_too_many_blobs_is_refused_before_the_last_are_written(monkeypatch):
+    monkeypatch.setattr("vllm_delta.publisher.MAX_BLOBS", 3)
+    store = MemoryStore()
+    with pytest.raises(SettingsError, match="raise blob_bytes"):
+        Publisher(
+            store,
+            {f"w{i}": torch.ones(9, dtype=torch.bfloat16) for i in range(5)},
+            settings=PublisherSettings(blob_bytes=1),
+        )
+    assert store.list("m/") == [manifest_key(1)]

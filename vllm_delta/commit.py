@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vllm_delta.codec import Codec
 from vllm_delta.errors import SettingsError
 from vllm_delta.events import Published
-from vllm_delta.format import BlobRef, Reference, Schema, Version
+from vllm_delta.format import MAX_BLOBS, BlobRef, Reference, Schema, Version
 
 if TYPE_CHECKING:
     from vllm_delta.merge import Segment
 
 _RAW_ABOVE: dict[Codec, float] = {"gap": 0.30, "hazard": 0.75}
 _MOST_THREADS = 8
+_LARGEST_BLOB_BYTES = 512 << 20
 _LARGEST_STRIDE = 1 << 20
 
 
@@ -49,7 +50,8 @@ class PublisherSettings:
             away for less than `retain_s` find an anchor instead, and where one and the new version
             do not fit, publishing fails. Beside it the store needs room for what waits for
             `grace_s`. None: no limit.
-        blob_bytes: size at which a new blob is begun.
+        blob_bytes: size at which a new blob is begun; larger for models that would take more
+            blobs than a version may have.
         n_threads: None: one for each core that this process may use, at most 8.
     """
 
@@ -87,10 +89,15 @@ class PublisherSettings:
             raise SettingsError("seconds from 0 on", grace_s=self.grace_s)
         if self.quota_bytes is not None and not self.quota_bytes > 0:
             raise SettingsError("bytes above 0, or None", quota_bytes=self.quota_bytes)
-        if not 1 <= self.blob_bytes <= 512 << 20:
+        if not 1 <= self.blob_bytes <= _LARGEST_BLOB_BYTES:
             raise SettingsError("not between 1 byte and 512 MiB", blob_bytes=self.blob_bytes)
         if self.n_threads is not None and not 1 <= self.n_threads <= 1024:
             raise SettingsError("not between 1 and 1024", n_threads=self.n_threads)
+
+    def for_model(self, n_bytes: int) -> PublisherSettings:
+        """The settings with blobs so large that an anchor of so many bytes takes few enough."""
+        least = min(-(-2 * n_bytes // MAX_BLOBS), _LARGEST_BLOB_BYTES)
+        return self if self.blob_bytes >= least else replace(self, blob_bytes=least)
 
     @property
     def replaced_above(self) -> float:

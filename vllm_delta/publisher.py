@@ -21,10 +21,10 @@ from vllm_delta.channel.contest import Rival
 from vllm_delta.codec import Change
 from vllm_delta.coding import Coder
 from vllm_delta.commit import Commit, Costs, PublisherSettings
-from vllm_delta.errors import DeltaError, FencedError
+from vllm_delta.errors import DeltaError, FencedError, SettingsError
 from vllm_delta.events import Claimed, Clashed, Failed, Hook, Published, emit
 from vllm_delta.fingerprint import root
-from vllm_delta.format import Manifest, Reference, Version, parse_schema
+from vllm_delta.format import MAX_BLOBS, Manifest, Reference, Version, parse_schema
 from vllm_delta.merge import History, Segment
 from vllm_delta.retention import Retention
 from vllm_delta.shadow import Shadow
@@ -91,6 +91,7 @@ class Publisher:
         self._writer = f"{socket.gethostname()[:64]}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
         self._weights = ModelWeights(model, dtype)
         self.schema = self._weights.schema
+        self._settings = self._settings.for_model(self.schema.n_bytes)
         tail = self._log.tail()
         if tail is not None:
             self._check_schema(tail.manifest)
@@ -310,6 +311,12 @@ class Publisher:
         self._put(commit, waiting, costs)
 
     def _put(self, commit: Commit, blobs: Sequence[bytes], costs: Costs) -> None:
+        if len(commit.refs) + len(blobs) > MAX_BLOBS:
+            raise SettingsError(
+                "a version takes too many blobs; raise blob_bytes",
+                blob_bytes=self._settings.blob_bytes,
+                limit=MAX_BLOBS,
+            )
         mark = time.perf_counter()
         refs = self._log.put_blobs(blobs, place=len(commit.refs))
         commit.refs += refs
