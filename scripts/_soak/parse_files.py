@@ -112,11 +112,12 @@ def _key_files(draw: random.Random, folder: Path) -> Iterator[Parser]:
 
 def _holds(data: bytes, raw: bytes) -> bool:
     """Whether a key's bytes are in one of a file's PEM blocks."""
-    for text in _PEM.findall(data):
-        kept = re.sub(rb"[^A-Za-z0-9+/]", b"", text)
-        with contextlib.suppress(ValueError):
-            if raw in base64.b64decode(kept + b"=" * (-len(kept) % 4)):
-                return True
+    for block in _PEM.findall(data):
+        for text in re.split(rb"-----BEGIN [A-Z ]*-----", block):  # a block may begin in another
+            kept = re.sub(rb"[^A-Za-z0-9+/]", b"", text)
+            with contextlib.suppress(ValueError):
+                if raw in base64.b64decode(kept + b"=" * (-len(kept) % 4)):
+                    return True
     return False
 
 

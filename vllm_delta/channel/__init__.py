@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
+_BARE = re.compile(r"(s3|gs|az|hf|file):", re.IGNORECASE)
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f]")
 _OBJECTS = ("s3", "gs", "az")
 _HUB = "hf"
 _SUPPORTED = (
@@ -64,6 +66,8 @@ def open_channel(url: str | Path, *, policy: RetryPolicy | None = None) -> Store
     scheme = _SCHEME.match(url)
     if scheme is None:
         return _local(url)
+    if _CONTROLS.search(url):  # which parsers of addresses drop without a word
+        raise SettingsError("not a channel's address", url=ascii(shown(url)), supported=_SUPPORTED)
     if scheme[1].lower() in _OBJECTS:
         return RetryingStore(ObjectStore(url), policy)
     if scheme[1].lower() == _HUB:
@@ -74,12 +78,13 @@ def open_channel(url: str | Path, *, policy: RetryPolicy | None = None) -> Store
 
 
 def _local(path: str) -> Store:
-    if not path or "\0" in path:
-        raise SettingsError("not a channel's address", url=path, supported=_SUPPORTED)
+    # `s3:bucket` is a slip, not a directory's name.
+    if not path or "\0" in path or _BARE.match(path):
+        raise SettingsError("not a channel's address", url=ascii(path), supported=_SUPPORTED)
     try:
         return LocalStore(Path(path).expanduser())
-    except RuntimeError as error:
-        raise SettingsError("no such user's home directory", url=path) from error
+    except (RuntimeError, ValueError) as error:
+        raise SettingsError("no such user's home directory", url=ascii(path)) from error
 
 
 def _file(url: str, scheme: str) -> Store:
