@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import stat
@@ -432,6 +433,37 @@ def test_a_process_that_hangs_while_it_loads_holds_nobody_up_for_ever(on_disk: P
         on_disk.fetch(cache, ref)
     assert 120 <= now[0] < 121
     assert on_disk.kept() == {ref.sha256 for ref in on_disk.refs[1:]}
+
+
+@pytest.mark.parametrize("lock", ["room.lock", "blob"])
+def test_who_holds_a_lock_for_ever_is_waited_for_once(
+    on_disk: Place, lock: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a while, and it is said, once; the cache is used again when the lock is free."""
+    cache_now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        cache_now[0] += seconds
+
+    cache = on_disk.cache(clock=lambda: cache_now[0], sleep=sleep)
+    ref = on_disk.refs[0]
+    name = lock if lock != "blob" else f"{ref.sha256[:2]}.lock"
+    with (on_disk.folder / name).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for _ in range(5):
+            on_disk.fetch(cache, ref)
+            cache_now[0] += 1000.0
+        assert 5120 <= cache_now[0] < 5121
+    assert [name in record.getMessage() for record in caplog.records] == [True]
+    assert not on_disk.kept()
+    on_disk.fetch(cache, ref)
+    assert on_disk.kept() == {ref.sha256}
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "a\0b", "\ud800"])
+def test_what_cannot_be_a_folder_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="not a folder's name"):
+        BlobCache(name, quota_bytes=1)
 
 
 def test_a_quota_below_zero_is_refused(tmp_path: Path) -> None:

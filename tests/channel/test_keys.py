@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import os
+import pathlib
 import pickle
 import stat
 import struct
@@ -520,6 +521,12 @@ def test_no_key_is_ever_written_over_another_file(tmp_path, taken):
     if taken == "key":
         with pytest.raises(SettingsError, match="never written over"):
             write_sealing_key(tmp_path / "key")
+
+
+@pytest.mark.parametrize("path", [".", "/"])
+def test_a_folder_is_no_place_for_a_key(path):
+    with pytest.raises(SettingsError, match="not the name of a file"):
+        write_signing_key(pathlib.Path(path))
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o620, 0o611])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def test_a_mistake_is_told_at_start_up_by_its_setting(tmp_path: Path) -> None:
         ("trusted_keys", [str(tmp_path / "none")]),
         ("sealing_keys", [str(tmp_path / "none")]),
         ("cache_dir", str(tmp_path / "file")),
+        ("cache_dir", "~nobody-of-this-name/x"),
+        ("cache_dir", "a\0b"),
         ("channel", "ftp://bucket"),
     ]
     assert check(Settings(**channel)) is None
@@ -93,6 +96,27 @@ def test_a_mistake_is_told_at_start_up_by_its_setting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="field='trusted_keys'"):
         check(Settings(trusted_keys=(str(tmp_path / "absent"),)))
     assert check(Settings(channel=str(tmp_path / "no" / "such" / "folder"))) is None
+
+
+@pytest.mark.parametrize("folder", ["~nobody-of-this-name/x", "a\0b", "\ud800"])
+def test_a_folder_for_state_that_cannot_be_is_a_setting(tmp_path: Path, folder: str) -> None:
+    write_signing_key(tmp_path / "key")
+    signed = Settings(
+        channel=str(tmp_path / "channel"),
+        trusted_keys=(str(tmp_path / "key.pub"),),
+        state_dir=folder,
+    )
+    with pytest.raises(SettingsError, match="not a folder's name"):
+        open_ratchet(signed, "s3://b/r")
+    with pytest.raises(SettingsError, match="field='state_dir'"):
+        check(signed)
+
+
+def test_who_has_no_home_names_a_folder_for_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", dict[int, pwd.struct_passwd]().__getitem__)
+    with pytest.raises(SettingsError, match="not a folder's name"):
+        open_ratchet(Settings(trusted_keys=("key",)), "s3://b/r", {})
 
 
 class Secured(Followed):

@@ -192,6 +192,31 @@ def test_it_idles_until_there_is_something_to_do(followed: Followed) -> None:
     assert follower._idle_s() == pytest.approx(14)
 
 
+class Panic(BaseException):
+    """As extensions raise that are not written in Python."""
+
+
+@pytest.mark.parametrize("kind", [OverflowError, Panic])
+def test_no_error_of_a_command_or_of_waiting_ends_following(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    follower = followed.follow()
+    faults = iter([kind()])
+
+    def idle_s() -> float:
+        for fault in faults:
+            raise fault
+        return 0.001
+
+    def fail() -> None:
+        raise kind
+
+    monkeypatch.setattr(follower, "_idle_s", idle_s)
+    with running(follower):
+        assert isinstance(follower.submit(fail).exception(30), kind)
+        assert follower.submit(lambda: 7).result(30) == 7
+
+
 def test_an_error_is_over_when_it_was_put_right_between_two_looks(followed: Followed) -> None:
     follower = followed.follow()
     follower.cycle()

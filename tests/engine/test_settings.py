@@ -44,6 +44,8 @@ def test_a_value_that_makes_no_sense_names_its_field(field: str) -> None:
         ("poll_interval_s", float("nan")),
         ("max_recompute_share", 1.5),
         ("scan_interval_s", float("inf")),
+        pytest.param("scan_interval_s", 10**5000, id="huge"),
+        ("poll_interval_s", 1e10),
         ("stage_ahead", 2.0),
         ("stage_ahead", True),
         ("stage_ahead", None),

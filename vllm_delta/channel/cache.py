@@ -50,7 +50,7 @@ class BlobCache:
         sleep: waits so many seconds; may raise to give up waiting.
 
     Raises:
-        SettingsError: the folder is another user's, a link, or not a folder.
+        SettingsError: the folder is another user's, a link, or not a folder, or cannot be one.
     """
 
     def __init__(
@@ -63,12 +63,13 @@ class BlobCache:
     ) -> None:
         if quota_bytes < 0:
             raise SettingsError("a quota is below 0", quota_bytes=quota_bytes)
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = own_folder(folder)
         self._quota_bytes = quota_bytes
         self._clock = clock
         self._sleep = sleep
         self._warned = False
         self._rests_until = -math.inf
+        self._stuck: set[str] = set()
         try:
             self._make_folder()
         except OSError as error:
@@ -127,7 +128,7 @@ class BlobCache:
     def _write(self, name: str, data: Object, *, to_free: int = 0) -> None:
         """Write under a temporary name, which nobody else does while this blob's lock is held."""
         temporary = self.folder / f"{name}.tmp"
-        if (lock := self._lock(_ROOM_LOCK)) is None:
+        if (lock := self._lock_or_complain(_ROOM_LOCK)) is None:
             return
         file = -1
         try:
@@ -176,7 +177,7 @@ class BlobCache:
 
     def _sweep(self, temporary: Path) -> bool:
         """Remove a temporary file whose writer is dead: nobody holds its blob's lock."""
-        lock = self._lock(_lock_of(temporary.name), patience_s=0.0)
+        lock = self._lock(_lock_of(temporary.name), 0.0)
         if lock is None:
             return False
         with _held(lock):
@@ -184,11 +185,20 @@ class BlobCache:
         return True
 
     def _lock_or_complain(self, name: str) -> int | None:
+        """As `_lock`; who holds a lock for too long is waited for once."""
+        is_stuck = name in self._stuck
         try:
-            return self._lock(name)
+            lock = self._lock(name, 0.0 if is_stuck else _PATIENCE_S)
         except (OSError, SettingsError) as error:
             self._complain(error)
-        return None
+            return None
+        if lock is not None:
+            self._stuck.discard(name)
+        elif not is_stuck:
+            self._stuck.add(name)
+            rest_s = _REST_S if name == _ROOM_LOCK else 0.0  # other blobs have other locks
+            self._complain(f"{name} is held by a process that does not go on", rest_s)
+        return lock
 
     def _lock(self, name: str, patience_s: float = _PATIENCE_S) -> int | None:
         """An open file that is locked; None when another process holds it for too long.
@@ -225,14 +235,33 @@ class BlobCache:
                 "the cache's folder is not a folder of this user", path=str(self.folder)
             )
 
-    def _complain(self, error: OSError | SettingsError) -> None:
-        """The folder is not to be had; leave it alone for a while, so that nobody waits for it."""
-        self._rests_until = self._clock() + _REST_S
+    def _complain(self, error: OSError | SettingsError | str, rest_s: float = _REST_S) -> None:
+        """The folder is not to be had; leave it alone for a while, so that nobody waits for it.
+
+        Args:
+            rest_s: for how long.
+        """
+        self._rests_until = self._clock() + rest_s
         if not self._warned:
             self._warned = True
             logger.warning(
                 "Blobs cannot be kept in %s; each process loads its own: %s", self.folder, error
             )
+
+
+def own_folder(folder: str | Path) -> Path:
+    """An absolute path, `~` and `~user` resolved.
+
+    Raises:
+        SettingsError: there is no such home, or no folder can have this name.
+    """
+    try:
+        path = Path(folder).expanduser().absolute()
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it has a zero byte")
+    except (RuntimeError, ValueError) as error:
+        raise SettingsError("not a folder's name", path=ascii(str(folder))) from error
+    return path
 
 
 def _lock_of(name: str) -> str:

@@ -109,7 +109,13 @@ def write_sealing_key(path: Path) -> bytes:
 
 
 def public_path(path: Path) -> Path:
-    """Where the public half of a private key stands."""
+    """Where the public half of a private key stands.
+
+    Raises:
+        SettingsError: the path names no file.
+    """
+    if not path.name:
+        raise SettingsError("not the name of a file for a key", path=str(path))
     return path.with_name(path.name + ".pub")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_delta.channel.object_clients import Address, connect, parse_address
-from vllm_delta.channel.object_errors import Answer
+from vllm_delta.channel.object_errors import Answer, is_panic, panicked
 from vllm_delta.channel.store import Store, check_key, is_key
 from vllm_delta.errors import ChannelError, DeltaError, DigestError, SettingsError
 from vllm_delta.format import HEAD_KEY
@@ -30,12 +31,16 @@ _SINGLE_PUT_BYTES = 32 << 20
 _PART_BYTES = 16 << 20
 _PARTS_IN_FLIGHT = 4
 
+_asked_in: int | None = None
+"""The process that made the first request; in a fork of it obstore's threads are missing."""
+
 
 class ObjectStore(Store):
     """A `Store` under a prefix of a bucket, by obstore. Safe to use from any thread.
 
     Credentials, region and server are those of the cloud's usual environment; see ADR 0007. A
     large object is written in parts, and is there when the last one is: readers see it whole.
+    Once a process made a request, processes that fork from it can make none: any call then raises.
     Tested against SeaweedFS; of `gs` and `az` only what is sent is checked, never by the clouds.
 
     Args:
@@ -220,13 +225,31 @@ class ObjectStore(Store):
         """Turn obstore's errors into ours."""
         from obstore.exceptions import BaseError
 
+        _refuse_after_fork(self.url)
         try:
             yield
         except (BaseError, OSError) as error:
             raise Answer(error).typed(
                 self.url, key, bucket=self._address.bucket, has_worked=self._has_worked
             ) from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise panicked(self.url) from None
         self._has_worked = True
+
+
+def _refuse_after_fork(url: str) -> None:
+    """Raise where obstore would hang for ever."""
+    global _asked_in
+    if _asked_in is None:
+        _asked_in = os.getpid()
+    elif _asked_in != os.getpid():
+        raise SettingsError(
+            "a process that forked after its parent used an object store cannot use one; "
+            "start processes by spawn, or open the channel in the child only",
+            url=url,
+        )
 
 
 def _check_size(n_bytes: int, key: str, max_bytes: int) -> None:

@@ -10,9 +10,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from vllm_delta.channel.object_errors import is_panic, panicked
 from vllm_delta.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _BY_PLATFORM = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
+_HTTP = re.compile(r"https?://")
 _REGION_S = 5.0
 
 # From the start of a request to its answer's head, and between two pieces of its body. It has to
@@ -120,14 +122,35 @@ def connect(address: Address) -> Client:
         raise SettingsError(
             "an object store's settings do not fit", url=address.url, cause=cause
         ) from error
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise panicked(address.url) from None
 
 
 def _endpoint(scheme: str) -> str:
     """The server that the environment names; the cloud's own where it names none."""
-    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS[scheme])), "")
+    named = [name for name in _ENDPOINTS[scheme] if os.environ.get(name)]
+    for name in named:
+        _check_endpoint(os.environ[name], name)
+    return os.environ[named[0]] if named else ""
+
+
+def _check_endpoint(endpoint: str, name: str) -> None:
+    """Refuse what obstore would take and then not get along with."""
     if "@" in endpoint:
-        raise SettingsError("credentials do not belong into an endpoint", scheme=scheme)
-    return endpoint
+        raise SettingsError("credentials do not belong into an endpoint", variable=name)
+    if "?" in endpoint or "#" in endpoint:
+        raise SettingsError("an endpoint has no query and no fragment", variable=name)
+    try:
+        parts = urlsplit(endpoint)
+        known = bool(_HTTP.match(endpoint) and parts.hostname and parts.port != 0)
+    except ValueError:
+        known = False
+    if not known or not endpoint.isascii() or re.search(r"[\s\x00-\x1f\x7f]", endpoint):
+        raise SettingsError(
+            "not an endpoint", variable=name, value=endpoint, supported="https://host:port"
+        )
 
 
 def _s3(bucket: str, endpoint: str, options: dict[str, Any]) -> S3Store:
@@ -187,9 +210,9 @@ def _profile() -> Any:
 
 
 def _has_aws_files() -> bool:
-    folder = Path("~/.aws").expanduser()
+    # Not by pathlib: a user may have no home, and a folder may be closed.
     return any(
-        Path(os.environ.get(name) or folder / file).expanduser().exists()
+        os.path.exists(os.path.expanduser(os.environ.get(name) or f"~/.aws/{file}"))
         for name, file in (
             ("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
             ("AWS_CONFIG_FILE", "config"),

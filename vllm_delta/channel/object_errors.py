@@ -32,6 +32,22 @@ _ELSEWHERE = {"PermanentRedirect", "AuthorizationHeaderMalformed", "TemporaryRed
 _NOWHERE = "redirect without LOCATION"
 _UNABLE = {"InvalidBucketName", "NotImplemented", "MethodNotAllowed"}
 
+_PANIC = "PanicException"
+_LOOK_AT = (
+    "credentials, region and endpoint in the environment (AWS_*, AZURE_*, GOOGLE_*), proxies: "
+    "a line break at an end, or a character that no header takes"
+)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether obstore gave up without an error of its own. No `Exception`, and has no module."""
+    return type(error).__name__ == _PANIC
+
+
+def panicked(url: str) -> SettingsError:
+    """The error to raise for a panic, whose text may quote what made it: it is not repeated."""
+    return SettingsError("the store's settings do not work", url=url, look_at=_LOOK_AT)
+
 
 class Answer:
     """What can be read from an error of obstore."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta.channel import Keys, LogReader, open_channel
-from vllm_delta.channel.cache import BlobCache
+from vllm_delta.channel.cache import BlobCache, own_folder
 from vllm_delta.channel.ratchet import Ratchet
 from vllm_delta.engine.settings import Settings
 from vllm_delta.errors import ChannelError, SettingsError
@@ -82,16 +82,23 @@ class Access:
 def open_ratchet(
     settings: Settings, channel: str, environment: Mapping[str, str] = os.environ
 ) -> Ratchet | None:
-    """What was seen of the channel before; None where records need no signature."""
+    """What was seen of the channel before; None where records need no signature.
+
+    Raises:
+        SettingsError: there is no such folder, or no home for one.
+    """
+    folder = _state_folder(settings, environment)
+    return None if folder is None else Ratchet(folder, channel)
+
+
+def _state_folder(settings: Settings, environment: Mapping[str, str]) -> Path | None:
     if not settings.trusted_keys:
         return None
-    folder = settings.state_dir
-    if folder is None:
-        state = environment.get("XDG_STATE_HOME", "")
-        # By that standard, a path that is not absolute is to be ignored.
-        home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-        return Ratchet(home / "vllm-delta", channel)
-    return Ratchet(Path(folder).expanduser(), channel)
+    if settings.state_dir is not None:
+        return own_folder(settings.state_dir)
+    state = environment.get("XDG_STATE_HOME", "")
+    # By that standard, a path that is not absolute is to be ignored.
+    return own_folder(state if os.path.isabs(state) else "~/.local/state") / "vllm-delta"
 
 
 def check(settings: Settings) -> ChannelError | None:
@@ -111,6 +118,8 @@ def check(settings: Settings) -> ChannelError | None:
         return None
     with _naming("cache_dir"):
         access.cache()
+    with _naming("state_dir"):
+        _state_folder(settings, os.environ)
     try:
         with _naming("channel"):
             open_channel(settings.channel)
@@ -129,4 +138,7 @@ def _naming(field: str) -> Iterator[None]:
 
 
 def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
+    try:
+        return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
+    except ValueError as error:
+        raise SettingsError("not names of files for keys", paths=ascii(paths)) from error

@@ -98,13 +98,14 @@ class Follower:
                 self._run_commands()
                 self.cycle(look=self._lookout.due(self._settings.poll_s))
                 self._watch()
-            except Exception as error:
+                self._lookout.wait(self._idle_s())
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
                 # A fault of ours. It must not end following, nor leave commands unanswered.
                 logger.exception("Following goes on in %.0f s.", _AFTER_FAULT_S)
                 self._standing.fail(EngineError("following failed", reason=repr(error)))
                 self._lookout.put_off(_AFTER_FAULT_S)
-                continue
-            self._lookout.wait(self._idle_s())
         self._lookout.end()
 
     def _idle_s(self) -> float:
@@ -138,8 +139,10 @@ class Follower:
                 continue
             try:
                 future.set_result(command())
-            except Exception as error:  # noqa: BLE001 - it is the submitter's
+            except BaseException as error:  # it is the submitter's
                 future.set_exception(error)
+                if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                    raise
 
     def _sleep(self, seconds: float) -> None:
         if self._stopped.wait(seconds):

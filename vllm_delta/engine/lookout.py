@@ -39,7 +39,7 @@ class Lookout:
     def wait(self, at_most_s: float) -> None:
         """Waits until a look is due, or so many seconds."""
         left_s = self._next_at - self._monotonic()
-        if self._woken.wait(max(0.0, min(left_s, at_most_s))):
+        if self._woken.wait(max(0.0, min(left_s, at_most_s, threading.TIMEOUT_MAX))):
             self._woken.clear()
             self._next_at = -math.inf
 

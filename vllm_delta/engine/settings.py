@@ -23,11 +23,12 @@ _LIST = "tuple[str, ...]"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _LOCAL_POLL_S = 0.5
 _REMOTE_POLL_S = 5.0
+_MAX_S = 366 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How an engine follows a channel.
+    """How an engine follows a channel. Seconds are at most a year.
 
     Args:
         channel: directory or URL of the channel; None loads the extension without following.
@@ -118,6 +119,8 @@ class Settings:
                 self._refuse(name, "is not a number")
             if not -sys.float_info.max <= value <= sys.float_info.max:
                 self._refuse(name, "is not finite")
+            if value > _MAX_S:
+                self._refuse(name, "is more than a year")
         elif type_name == _LIST:
             if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
                 self._refuse(name, "is not a list of file names")
@@ -128,9 +131,10 @@ class Settings:
             self._refuse(name, "is not text")
 
     def _refuse(self, field: str, problem: str) -> None:
-        raise SettingsError(
-            f"setting {field} {problem}", field=field, value=repr(getattr(self, field))
-        )
+        value = getattr(self, field)
+        if isinstance(value, int) and abs(value) >> 1024:
+            value = "a very large number"  # which Python may refuse to write out
+        raise SettingsError(f"setting {field} {problem}", field=field, value=repr(value))
 
 
 def read_settings(config: Mapping[str, Any] | None, environment: Mapping[str, str]) -> Settings:
