@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
+import traceback
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
+from huggingface_hub import close_session
 
 from tests.channel.hubs import BLOB, LARGE, asking, opened, told
 from vllm_delta.channel import hub_client
@@ -231,3 +236,141 @@ def test_a_redirect_to_no_address_is_a_channel_error(where: str) -> None:
         for _ in range(2):
             with pytest.raises(ChannelError):
                 asking(endpoint).get(HEAD_KEY, max_bytes=1)
+
+
+SECRET = "hf_hidden"
+
+
+def all_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://[::1", "http://h:99999", "http://h:abc", "http://", "/", "htps://h", "http://h\n",
+     f"http://me:{SECRET}@h", f"htps://me:{SECRET}@h", f"http://h?key={SECRET}"],
+)  # fmt: skip
+def test_an_endpoint_that_is_no_address_is_refused_and_its_secrets_are_not_repeated(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match="HF_ENDPOINT") as caught:
+        HubStore("me/b", endpoint=endpoint, token="hf_x")
+    assert SECRET not in all_of(caught.value)
+    monkeypatch.setenv("HF_S3_ENDPOINT", endpoint)
+    monkeypatch.setenv("HF_S3_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("HF_S3_SECRET_ACCESS_KEY", "b")
+    store = HubStore("me/b", endpoint="http://127.0.0.1:9", token="hf_x", manifests_by_s3=True)
+    with pytest.raises(SettingsError, match="HF_S3_ENDPOINT") as caught:
+        store.put_new(manifest_key(1), b"x")
+    assert SECRET not in all_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("HTTP_PROXY", f"nonsense://me:{SECRET}@x"), ("HTTP_PROXY", "http://x:abc"),
+     ("SSL_CERT_FILE", "/nonexistent")],
+)  # fmt: skip
+def test_a_proxy_or_a_certificate_that_cannot_be_used_is_a_settings_error(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.delenv(name.lower(), raising=False)
+    close_session()
+    try:
+        with pytest.raises(SettingsError, match="no HTTP client") as caught:
+            asking("http://192.0.2.1").get(HEAD_KEY, max_bytes=1)
+    finally:
+        close_session()
+    assert SECRET not in all_of(caught.value)
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError])
+def test_what_the_client_did_not_foresee_is_a_channel_error(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise kind(f"http://me:{SECRET}@h/x?y")
+
+    with told((200, {}, b"x")) as endpoint:
+        store = asking(endpoint)
+        monkeypatch.setattr(type(store._hub._utils.get_session()), "stream", breaks)
+        with pytest.raises(ChannelError, match="cannot be reached") as caught:
+            store.get(HEAD_KEY, max_bytes=1)
+    assert SECRET not in all_of(caught.value)
+
+
+def test_a_token_that_fits_into_no_header_is_an_auth_error_that_does_not_tell_it() -> None:
+    for token in (SECRET + "\x0bx", SECRET + "\n", SECRET + "é"):
+        with pytest.raises(AuthError) as caught:
+            HubStore("me/b", endpoint="http://127.0.0.1:9", token=token).get(HEAD_KEY, max_bytes=1)
+        assert SECRET not in all_of(caught.value)
+
+
+def test_what_a_hub_says_is_shown_without_the_token_that_it_echoes() -> None:
+    for said in ("hf_secret is no token", "got 'Authorization: Bearer hf_secret'"):
+        body = json.dumps({"error": said}).encode()
+        with told((403, {"X-Error-Message": said}, b""), (500, {}, body)) as endpoint:
+            for kind in (AuthError, ChannelError):
+                with pytest.raises(kind) as caught:
+                    asking(endpoint).get(HEAD_KEY, max_bytes=1)
+                assert "hf_secret" not in all_of(caught.value)
+                assert "***" in str(caught.value)
+
+
+def test_texts_are_shown_without_what_lets_one_in() -> None:
+    for text in (
+        f"b'Bearer {SECRET}'", f"authorization: bearer  {SECRET} x", f"http://me:{SECRET}@h/x",
+        f"me:{SECRET}@h", f"http://me:a/{SECRET}@h", f"http://me:a?{SECRET}@h", f"http://h/?a={SECRET}",
+        "hf_" + "hidden" * 6,
+    ):  # fmt: skip
+        assert "hidden" not in hub_client.plain(text), text
+    told = "error sending request for url (http://h:80/x) of hf_xet"
+    assert hub_client.plain(told) == told
+
+
+@pytest.mark.parametrize("exp", [-5, 0, 1e12, 1e300, float("nan"), "x", None])
+def test_a_token_for_xet_with_no_sensible_end_is_a_channel_error(exp: object) -> None:
+    answer = json.dumps({"casUrl": "http://127.0.0.1:9", "accessToken": "x", "exp": exp}).encode()
+    with told((200, {}, answer)) as endpoint, pytest.raises(ChannelError, match="no Xet token"):
+        asking(endpoint).put(HEAD_KEY, b"x")
+
+
+def test_a_client_that_cannot_make_its_headers_is_a_typed_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = asking("http://127.0.0.1:9")
+    for kind, typed in [
+        (AttributeError, SettingsError), (PermissionError, SettingsError), (OSError, ChannelError),
+    ]:  # fmt: skip
+
+        def breaks(kind: type[Exception] = kind, **_: object) -> None:
+            raise kind("'list' object has no attribute 'get'")
+
+        monkeypatch.setattr(store._hub._utils, "build_hf_headers", breaks)
+        with pytest.raises(typed, match="no attribute 'get'"):
+            store.get(HEAD_KEY, max_bytes=1)
+
+
+def test_an_endpoint_that_keeps_the_hubs_client_from_being_imported_is_a_settings_error() -> None:
+    script = (
+        "from vllm_delta.channel.hub import HubStore\n"
+        "from vllm_delta.errors import SettingsError\n"
+        "try: HubStore.open('hf://buckets/me/b')\n"
+        "except SettingsError as error: print(error)\n"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": "http://[::1"}
+    said = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, timeout=60, check=True
+    )
+    assert b"HF_ENDPOINT is not an http address" in said.stdout
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_listing_that_goes_around_in_a_circle_is_a_channel_error_at_once(n: int) -> None:
+    def page(i: int) -> tuple[int, dict[str, str], bytes]:
+        return 200, {"Link": f'</api/buckets/me/b/tree?cursor={i % n}>; rel="next"'}, b"[]"
+
+    circle = pytest.raises(ChannelError, match="circle")
+    with (hub := told(*map(page, range(20)))) as endpoint, circle:
+        asking(endpoint).list("")
+    assert len(hub.asked) == n + 1

@@ -237,9 +237,9 @@ class HubStore(Store):
 
     def _refusal(self, failures: Sequence[Any], n_sent: int) -> DeltaError:
         first = failures[0] if isinstance(failures[0], dict) else {}
-        said = plain(str(first.get("error", "")))
+        said = self._hub.plain(str(first.get("error", "")))
         facts = {
-            "key": str(first.get("path", "")).removeprefix(self._root),
+            "key": self._hub.plain(str(first.get("path", ""))).removeprefix(self._root),
             "cause": said,
             "n_failed": len(failures),
             "n_sent": n_sent,

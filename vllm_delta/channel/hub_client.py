@@ -36,7 +36,11 @@ MAX_PAGES = 10_000
 _RECURSIVE: Mapping[str, str] | None = {"recursive": "true"}
 _LONGEST_TEXT = 300
 _RATE_LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*([0-9]{1,9})(?![0-9])")
+_LONGEST_READ = 4096
+_BEARER = re.compile(r"\b(bearer)\s+[^\s\"]+", re.IGNORECASE)
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 _USER = re.compile(r"//[^/\s]*@")
+_PASSWORD = re.compile(r"[^\s/:@\"']{1,256}:[^\s@\"']{1,256}@")
 _QUERY = re.compile(r"\?[^\s\"')]*")
 _NO_ROOM = re.compile(
     r"storage\b.{0,40}\b(limit|quota|exceed)|quota\b.{0,20}\bexceed", re.IGNORECASE | re.DOTALL
@@ -60,15 +64,18 @@ class HubClient:
     """
 
     def __init__(self, bucket: str, *, endpoint: str | None, token: str | None) -> None:
+        # Before the import: huggingface_hub reads it there, and raises whatever comes of it.
+        named = os.environ.get("HF_ENDPOINT")
+        if named:
+            checked_endpoint("HF_ENDPOINT", named)
         constants = require("huggingface_hub.constants", "1.33")
-        endpoint = endpoint or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+        endpoint = endpoint or named or constants.ENDPOINT
         self.bucket = bucket
-        self.endpoint = str(endpoint).rstrip("/")
+        self.endpoint = checked_endpoint("HF_ENDPOINT", str(endpoint).rstrip("/"))
         self._token = token
+        self._sent = token or ""
         self._utils = require("huggingface_hub.utils", "1.33")
         self._bucket_seen = False
-        if urlsplit(self.endpoint).scheme not in ("http", "https"):
-            raise SettingsError("HF_ENDPOINT is not an http address", endpoint=self.endpoint)
         if constants.is_offline_mode():
             raise SettingsError("the Hub is needed, and HF_HUB_OFFLINE is set", bucket=bucket)
 
@@ -76,11 +83,57 @@ class HubClient:
         """User agent and, where there is a token, the authorization. Looked up each time."""
         from vllm_delta import __version__
 
-        return dict(
-            self._utils.build_hf_headers(
-                token=self._token, library_name="vllm-delta", library_version=__version__
+        self._session()
+        try:
+            headers = dict(
+                self._utils.build_hf_headers(
+                    token=self._token, library_name="vllm-delta", library_version=__version__
+                )
             )
-        )
+        except (PermissionError, IsADirectoryError, UnicodeError) as error:
+            raise SettingsError("the Hub's token cannot be read", cause=self.cause(error)) from None
+        except OSError as error:
+            raise ChannelError(
+                "the Hub's client cannot say who asks", cause=self.cause(error)
+            ) from self.chained(error)
+        except Exception as error:  # noqa: BLE001 - what it makes of any JSON
+            # On the way it asks HF_ENDPOINT who may be asking, and believes the answer for a day.
+            raise SettingsError(
+                "HF_ENDPOINT does not answer as a Hub does", cause=self.cause(error)
+            ) from self.chained(error)
+        sent = str(headers.get("authorization", ""))
+        if not (sent.isascii() and sent.isprintable()):
+            raise AuthError("the Hub's token holds what no token does; check HF_TOKEN")
+        self._sent = sent.removeprefix("Bearer ")
+        return headers
+
+    def plain(self, text: str, *secrets: str) -> str:
+        """As the function of this name, and without the token."""
+        return plain(text, self._sent, *secrets)
+
+    def cause(self, error: BaseException, *secrets: str) -> str:
+        """An error's text, to be shown."""
+        return self.plain(f"{type(error).__name__}: {error}", *secrets)
+
+    def chained(self, error: BaseException | None, *secrets: str) -> BaseException | None:
+        """An error to raise another from, unless it or what led to it tells a secret."""
+        link = error
+        while link is not None:
+            text = str(link)
+            if _stripped(text, self._sent, *secrets) != text:
+                return None
+            link = link.__cause__ or link.__context__
+        return error
+
+    def _session(self) -> Any:
+        """The shared HTTP client, which is made at its first use."""
+        try:
+            return self._utils.get_session()
+        except Exception as error:  # noqa: BLE001 - its user may have given another way to make it
+            raise SettingsError(
+                "no HTTP client can be made; check the proxies and SSL_CERT_FILE",
+                cause=self.cause(error),
+            ) from self.chained(error)
 
     def api(self, what: str = "") -> str:
         return f"{self.endpoint}/api/buckets/{self.bucket}{what}"
@@ -107,7 +160,7 @@ class HubClient:
         timeout = (CONNECT_TIMEOUT_S, read_s, READ_TIMEOUT_S, CONNECT_TIMEOUT_S)
         with self._errors(url):
             for _ in range(MAX_REDIRECTS + 1):
-                with self._utils.get_session().stream(
+                with self._session().stream(
                     method, url, headers=sent, params=params, content=content,
                     timeout=timeout, follow_redirects=False,
                 ) as response:  # fmt: skip
@@ -122,7 +175,7 @@ class HubClient:
                             return
                         sent = {k: v for k, v in sent.items() if k.lower() != "authorization"}
                     url, params = target, None
-            raise ChannelError("redirected too often", url=plain(url))
+            raise ChannelError("redirected too often", url=self.plain(url))
 
     def get_json(self, url: str, *, params: Mapping[str, str] | None = None) -> tuple[Any, str]:
         """An answer's JSON, and the address of the next page or ""; of no entry, null."""
@@ -148,6 +201,7 @@ class HubClient:
         url, params = self.api("/tree"), _RECURSIVE
         if prefix:
             url += "/" + quote(prefix, safe="")
+        seen = {f"{url}?recursive=true"}
         for _ in range(MAX_PAGES):
             entries, link = self.get_json(url, params=params)
             for entry in entries if isinstance(entries, list) else ():
@@ -158,7 +212,10 @@ class HubClient:
             # Not an empty dictionary: that takes the query away.
             url, params = _joined(url, link), None
             if not same_host(url, self.endpoint):
-                raise ChannelError("a listing goes on at another host", url=plain(url))
+                raise ChannelError("a listing goes on at another host", url=self.plain(url))
+            if url in seen:
+                raise ChannelError("a listing goes around in a circle", url=self.plain(url))
+            seen.add(url)
         raise ChannelError("a listing has no end", bucket=self.bucket, n_pages=MAX_PAGES)
 
     def is_absent(self, response: Response) -> bool:
@@ -179,7 +236,7 @@ class HubClient:
     def error(self, response: Response) -> DeltaError:
         """The typed error for an answer that is none."""
         status, code = response.status_code, response.headers.get("x-error-code", "")
-        text = _text(response)
+        text = self.plain(_text(response))
         facts: dict[str, Any] = {"bucket": self.bucket, "status": status}
         if text:
             facts["cause"] = text
@@ -203,19 +260,19 @@ class HubClient:
         library = import_module(HfHubHTTPError.__bases__[0].__module__)
         try:
             yield
-        except OfflineModeIsEnabled as error:
-            raise SettingsError("the Hub is needed, and it is in offline mode") from error
         except DeltaError:
             raise
-        except (library.HTTPError, library.InvalidURL, UnicodeError) as error:
+        except OfflineModeIsEnabled as error:
+            raise SettingsError("the Hub is needed, and it is in offline mode") from error
+        except (library.HTTPError, library.InvalidURL, ValueError, OSError) as error:
             raise ChannelError(
-                "the Hub cannot be reached", url=plain(url), cause=_cause(error)
-            ) from error
+                "the Hub cannot be reached", url=self.plain(url), cause=self.cause(error)
+            ) from self.chained(error)
         except RuntimeError as error:
             # The shared client was closed by another thread, or under an answer being read.
             if "closed" not in str(error):
                 raise
-            raise ChannelError("the connection was closed", url=plain(url)) from error
+            raise ChannelError("the connection was closed", url=self.plain(url)) from error
 
 
 def read(response: Response, max_bytes: int, key: str = "") -> bytes:
@@ -283,13 +340,37 @@ def _joined(url: str, target: str) -> str:
     raise ChannelError("redirected to no address", url=plain(url))
 
 
-def plain(text: str) -> str:
-    """Without the parts of addresses that can hold what lets one in."""
-    return _USER.sub("//", _QUERY.sub("", text))[:_LONGEST_TEXT]
+def checked_endpoint(name: str, endpoint: str) -> str:
+    """A setting's address of a server.
+
+    Raises:
+        SettingsError: it is no address, or holds what may be a secret, which is not repeated.
+    """
+    if "@" in endpoint:
+        raise SettingsError(f"credentials do not belong into {name}")
+    if "?" in endpoint or "#" in endpoint:
+        raise SettingsError(f"{name} has no query and no fragment")
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or not endpoint.isprintable() or " " in endpoint:
+        raise SettingsError(f"{name} is not an http address", endpoint=plain(endpoint))
+    return endpoint
 
 
-def _cause(error: BaseException) -> str:
-    return plain(f"{type(error).__name__}: {error}")
+def plain(text: str, *secrets: str) -> str:
+    """Without what lets one in: given secrets, tokens, and the parts of addresses that hold it."""
+    return _stripped(text, *secrets)[:_LONGEST_TEXT]
+
+
+def _stripped(text: str, *secrets: str) -> str:
+    for secret in filter(None, secrets):
+        for written in (secret, repr(secret)[1:-1]):
+            text = text.replace(written, "***")
+    text = _HUB_TOKEN.sub("***", _BEARER.sub(r"\1 ***", text[:_LONGEST_READ]))
+    return _QUERY.sub("", _PASSWORD.sub("", _USER.sub("//", text)))
 
 
 def _json(body: bytes) -> Any:
@@ -308,7 +389,7 @@ def _text(response: Response) -> str:
             said = json.loads(body).get("error", "")
         except (DeltaError, ValueError, AttributeError, RecursionError):
             return ""
-    return plain(str(said))
+    return str(said)
 
 
 def _waits(response: Response) -> dict[str, float]:

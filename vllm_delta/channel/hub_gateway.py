@@ -9,7 +9,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from vllm_delta.channel.hub_client import require
+from vllm_delta.channel.hub_client import checked_endpoint, require
 from vllm_delta.errors import AuthError, SettingsError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Gateway:
         from vllm_delta.channel.object_clients import Address
 
         namespace, name = self._bucket.split("/")
-        endpoint = (os.environ.get(_ENDPOINT) or ENDPOINT).rstrip("/")
+        endpoint = checked_endpoint(_ENDPOINT, (os.environ.get(_ENDPOINT) or ENDPOINT).rstrip("/"))
         key, secret = os.environ.get(_KEY), os.environ.get(_SECRET)
         if not key or not secret:
             raise AuthError(
@@ -89,7 +89,7 @@ class Gateway:
                 },
                 retry_config={"max_retries": 0},
             )
-        except BaseError as error:
+        except (BaseError, ValueError) as error:
             cause = str(error).partition("\n")[0]
             raise SettingsError(
                 "the S3 gateway's settings", endpoint=endpoint, cause=cause

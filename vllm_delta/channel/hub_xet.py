@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import threading
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from vllm_delta.channel.hub_client import HubClient, plain, require
+from vllm_delta.channel.hub_client import HubClient, require
 from vllm_delta.errors import (
     AuthError,
     ChannelError,
@@ -43,6 +42,7 @@ _RANGE_BYTES = 16 << 20
 
 _REFUSED = re.compile(r"\((401 Unauthorized|403 Forbidden)\)")
 _EMPTY_HASH = "0" * 64
+_LATEST_S = 1e12
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class Xet:
         """Raise, unless a new token may help."""
         # hf_xet loses about one error in three: the stream ends, and nothing says why.
         ended = ChannelError("a stream from Xet ended early")
-        error = _typed(cause) if cause is not None else ended
+        error = self._typed(cause, token) if cause is not None else ended
         if is_new or not (error is ended or isinstance(error, AuthError)):
-            raise error from cause
+            raise error from self._hub.chained(cause, token.secret)
         self._forget("read", token)
 
     def _upload(self, token: _Token, objects: Sequence[bytes]) -> list[str]:
@@ -129,7 +129,10 @@ class Xet:
                 jobs = [commit.start_upload_bytes(data, sha256=skip) for data in objects]
             return [str(job.result().xet_info.hash) for job in jobs]
         except (OSError, RuntimeError, ValueError) as error:
-            raise _typed(error) from error
+            raise self._typed(error, token) from self._hub.chained(error, token.secret)
+
+    def _typed(self, error: Exception, token: _Token) -> DeltaError:
+        return _typed(error, self._hub.cause(error, token.secret))
 
     def _reader(self, token: _Token) -> Any:
         """Connections to read with, kept as long as the token is."""
@@ -187,16 +190,15 @@ def _session(right: Literal["read", "write"]) -> Any:
 def _parse(answer: Any) -> _Token:
     try:
         token = _Token(str(answer["casUrl"]), str(answer["accessToken"]), float(answer["exp"]))
-        if not math.isfinite(token.expires_s):
+        if not 0 < token.expires_s < _LATEST_S:
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ChannelError("the Hub's answer holds no Xet token") from error
     return token
 
 
-def _typed(error: Exception) -> DeltaError:
+def _typed(error: Exception, text: str) -> DeltaError:
     """Our error for one of `hf_xet`'s, which tells little but its text."""
-    text = plain(f"{type(error).__name__}: {error}")
     if isinstance(error, PermissionError) or _REFUSED.search(text):
         return AuthError("Xet does not let us in", cause=text)
     if isinstance(error, FileNotFoundError) or "(404 Not Found)" in text:
