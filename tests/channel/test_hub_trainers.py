@@ -247,7 +247,7 @@ def test_what_a_trainer_publishes_is_what_readers_of_the_bucket_rebuild(
 @pytest.mark.parametrize(
     ("by_s3", "expected_counts"),
     [
-        (False, {"api": 6, "resolver": 4, "s3": 0, "batch": 4, "tree": 2}),
+        (False, {"api": 5, "resolver": 4, "s3": 0, "batch": 3, "tree": 2}),
         (True, {"api": 2, "resolver": 2, "s3": 1, "batch": 2, "tree": 0}),
     ],
 )

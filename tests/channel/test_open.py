@@ -421,5 +421,5 @@ def test_azure_is_asked_in_its_own_words_and_its_signature_is_in_no_error(record
     ["s3:bucket/x", "HF:buckets/a/b", "file:x", "file:///tmp/a\tb", "s3://bucket/a\nb", "~\ud800"],
 )
 def test_a_slip_in_an_address_is_told_and_not_taken_for_a_directory(url: str) -> None:
-    with pytest.raises(SettingsError, match="address|home"):
+    with pytest.raises(SettingsError, match=r"address|home"):
         open_channel(url)

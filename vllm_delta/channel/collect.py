@@ -210,7 +210,9 @@ def collect(
         say("the channel is claimed; a trainer that was writing to it is fenced")
         if log.rival is not None:
             # Without put-if-absent its record may still replace our fence, and name its blobs.
-            say("a trainer was about to write there; nothing is deleted: stop it and run this again")
+            say(
+                "a trainer was about to write there; nothing is deleted: stop it and run this again"
+            )
             return Collected(0, 0)
         standing = _standing(log, log.position)
         if not _is_old(standing, grace_s, clock, say):

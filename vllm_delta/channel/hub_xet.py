@@ -37,7 +37,7 @@ _READ_TIMEOUT = "client.read_timeout", "HF_XET_CLIENT_READ_TIMEOUT"
 _SILENCE = {"read": timedelta(seconds=30), "write": timedelta(seconds=120)}
 """Longest wait for the next bytes. A write waits while its 64 MiB pieces are on their way."""
 
-_RANGE_BYTES = 16 << 20
+_RANGE_BYTES = 8 << 20
 """Asked for at a time: `hf_xet` gives a range as one piece, and it is hashed beside the next."""
 
 _REFUSED = re.compile(r"\((401 Unauthorized|403 Forbidden)\)")

@@ -7,9 +7,11 @@ trainers one loses, knows it, and stops. `FORMAT.md` has the protocol's invarian
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal, NoReturn
 
@@ -48,6 +50,10 @@ CLAIM_ATTEMPTS = 16
 
 _CONTESTED = 8
 """Of our records at places where another trainer was met, so many are read again by each commit."""
+
+
+_HASHED_BESIDE = 4 << 20
+"""From this size on a blob is hashed while it is copied."""
 
 
 class Log(LogReader):
@@ -103,8 +109,7 @@ class Log(LogReader):
         for number, data in enumerate(blobs, place):
             if not data:
                 raise ValueError("a blob has at least 1 byte")
-            salted = b"".join([data, os.urandom(SALT_BYTES)])
-            refs.append(self._object(self.keys.seal(salted, self._about(number)), objects, shard))
+            refs.append(self._salted(data, self._about(number), objects, shard))
         self._put_objects(objects)
         return refs
 
@@ -130,10 +135,25 @@ class Log(LogReader):
         manifest = self._position.manifest
         return about_blob(manifest.channel, manifest.seq + 1, place)
 
-    def _object(self, data: bytes, objects: dict[str, bytes], shard: int = 0) -> BlobRef:
+    def _salted(self, data: bytes, about: bytes, objects: dict[str, bytes], shard: int) -> BlobRef:
+        salt = os.urandom(SALT_BYTES)
+        if self.keys.sealing or len(data) < _HASHED_BESIDE:
+            salted = b"".join([data, salt])
+            return self._object(self.keys.seal(salted, about), objects, shard)
+        with ThreadPoolExecutor(1) as beside:
+            hashing = beside.submit(_digest_of, data, salt)
+            return self._object(b"".join([data, salt]), objects, shard, hashing)
+
+    def _object(
+        self,
+        data: bytes,
+        objects: dict[str, bytes],
+        shard: int = 0,
+        hashing: Future[str] | None = None,
+    ) -> BlobRef:
         if not 0 < len(data) <= MAX_BLOB_BYTES:
             raise ValueError(f"a blob has 1 to {MAX_BLOB_BYTES} bytes, not {len(data)}")
-        ref = BlobRef(digest(data), len(data), shard)
+        ref = BlobRef(digest(data) if hashing is None else hashing.result(), len(data), shard)
         objects[blob_key(ref.sha256)] = data
         return ref
 
@@ -144,7 +164,9 @@ class Log(LogReader):
         if self._contest is None or self._position is None:
             self.store.put_many(objects)
         else:
+            # The hint goes with them: a request of its own costs such stores as much as a record.
             manifest = self._position.manifest
+            objects[HEAD_KEY] = head_bytes(manifest.seq)
             self._contest.enter(manifest.seq + 1, manifest.epoch, objects)
 
     def claim(self, writer: str) -> Manifest:
@@ -304,7 +326,8 @@ class Log(LogReader):
                 won = found == record.envelope
                 if won:
                     self._position = record
-                    self._put_head(record.seq)
+                    if self._contest is None:
+                        self._put_head(record.seq)
                 # Last, so that an interrupt before this leaves something to settle.
                 self._in_doubt = None
                 if won:
@@ -372,3 +395,10 @@ class Log(LogReader):
 def _version_in(record: Record) -> str | None:
     """The version that a record brings or restates; None for a fence."""
     return None if record.manifest.kind == "fence" else str(record.manifest.target)
+
+
+def _digest_of(*parts: bytes) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
