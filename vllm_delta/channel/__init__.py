@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
+_MAX_CHARACTERS = 1 << 16
 _BARE = re.compile(r"(s3|gs|az|hf|file):", re.IGNORECASE)
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f]")
 _OBJECTS = ("s3", "gs", "az")
@@ -63,6 +64,8 @@ def open_channel(url: str | Path, *, policy: RetryPolicy | None = None) -> Store
     """
     if isinstance(url, Path):
         return LocalStore(url)
+    if len(url) > _MAX_CHARACTERS:  # no system has such a path, and to take it apart takes memory
+        raise SettingsError("not a channel's address", n_characters=len(url), supported=_SUPPORTED)
     scheme = _SCHEME.match(url)
     if scheme is None:
         return _local(url)
