@@ -418,7 +418,15 @@ def test_azure_is_asked_in_its_own_words_and_its_signature_is_in_no_error(record
 
 @pytest.mark.parametrize(
     "url",
-    ["s3:bucket/x", "HF:buckets/a/b", "file:x", "file:///tmp/a\tb", "s3://bucket/a\nb", "~\ud800"],
+    [
+        "/" + "a/" * 40_000,
+        "s3:bucket/x",
+        "HF:buckets/a/b",
+        "file:x",
+        "file:///tmp/a\tb",
+        "s3://bucket/a\nb",
+        "~\ud800",
+    ],
 )
 def test_a_slip_in_an_address_is_told_and_not_taken_for_a_directory(url: str) -> None:
     with pytest.raises(SettingsError, match=r"address|home"):
