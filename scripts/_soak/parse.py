@@ -20,7 +20,7 @@ from scripts._soak.parse_worker import ROOM_BYTES, Found, work
 from scripts._soak.protocol_stores import folder
 
 N_PROCESSES = 2
-_MUTANT_ROUNDS = 100_000
+_MUTANT_ROUNDS = 500_000
 _MUTANTS = (
     "no_size_check", "no_strict_keys", "keys_twice", "no_signature_check", "memory_by_number",
 )  # fmt: skip
