@@ -5,9 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.channel.buckets import no_cloud, s3_bucket, seaweed
 from tests.channel.hubs import opened
 from vllm_delta.channel.hub import HubStore
 from vllm_delta.testing.hub import LoopbackHub
+
+__all__ = ["no_cloud", "s3_bucket", "seaweed"]
 
 _numbers = itertools.count()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.channel import toy
-from tests.channel.buckets import no_cloud, s3_bucket, seaweed
 from tests.channel.hubs import opened
 from vllm_delta.channel import LocalStore, Log, open_channel
 from vllm_delta.channel.collect import Collector, collect, old_intents, read_back
@@ -13,8 +12,6 @@ from vllm_delta.errors import ChainError, ChannelError, FencedError, FormatError
 from vllm_delta.events import Collected
 from vllm_delta.format import Version, blob_key, manifest_key
 from vllm_delta.testing import FaultyChannel, MemoryStore
-
-__all__ = ["no_cloud", "s3_bucket", "seaweed"]
 
 HOUR = 3600.0
 

@@ -31,8 +31,6 @@ from vllm_delta.format import HEAD_KEY, blob_key, manifest_key
 from vllm_delta.testing import ChannelContract
 from vllm_delta.testing.seaweed import Seaweed
 
-pytest_plugins = ["tests.channel.buckets"]
-
 BLOB = blob_key("ab" * 32)
 MIB = 1 << 20
 

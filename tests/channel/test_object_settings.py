@@ -15,8 +15,6 @@ from vllm_delta.channel import RetryPolicy, open_channel
 from vllm_delta.errors import SettingsError
 from vllm_delta.format import blob_key
 
-pytest_plugins = ["tests.channel.buckets"]
-
 BLOB = blob_key("ab" * 32)
 
 

@@ -30,8 +30,6 @@ from vllm_delta.publisher import Publisher
 from vllm_delta.subscriber import Subscriber
 from vllm_delta.testing.seaweed import Seaweed
 
-pytest_plugins = ["tests.channel.buckets"]
-
 BLOB = blob_key("ab" * 32)
 
 

@@ -16,8 +16,6 @@ import pytest
 from vllm_delta.errors import SettingsError
 from vllm_delta.testing.seaweed import Seaweed
 
-pytest_plugins = ["tests.channel.buckets"]
-
 
 @pytest.mark.parametrize("end", ["its input ends", "it is killed"])
 def test_the_server_ends_with_who_started_it(end: str) -> None:
