@@ -11,6 +11,7 @@ from tests.codec.forced import forced
 from tests.engine.fleet import Fleet, Trainer, start
 from tests.engine.shards import Builder, random_weights
 from vllm_delta import codec
+from vllm_delta.channel import LocalStore, LogReader
 from vllm_delta.codec.hazard import parse_parts
 from vllm_delta.codec.hazard.lanes import elements
 from vllm_delta.errors import SettingsError
@@ -90,9 +91,9 @@ def lanes_of(fleet: Fleet, manifest: Manifest) -> tuple[list[int], int]:
     are not cut are read whole by whoever holds a part."""
     wanted, total = [0] * len(fleet.shards), 0
     helds = [shard.held(fleet.schema) for shard in fleet.shards]
-    for ref in manifest.blobs:
-        data = (fleet.trainer.channel / "b" / ref.sha256).read_bytes()
-        blob = codec.parse_blob(data, fleet.schema, "delta")
+    reader = LogReader(LocalStore(fleet.trainer.channel))
+    for place in range(len(manifest.blobs)):
+        blob = codec.parse_blob(reader.get_blob(manifest, place), fleet.schema, "delta")
         entries = [entry for entry in blob.entries if entry.codec == codec.HAZARD]
         for part in parse_parts(entries, blob.sections, fleet.schema):
             for lane in part.lanes:
