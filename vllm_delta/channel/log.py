@@ -18,7 +18,7 @@ from typing import Literal, NoReturn
 from vllm_delta.channel.chain import Record, checked, fence_after
 from vllm_delta.channel.contest import Contest, Rival
 from vllm_delta.channel.keys import NO_KEYS, Keys, about_blob, about_schema
-from vllm_delta.channel.reader import SALT_BYTES, LogReader
+from vllm_delta.channel.reader import HASHED_BESIDE, SALT_BYTES, LogReader
 from vllm_delta.channel.store import Store
 from vllm_delta.channel.tail import MAX_ENVELOPE_BYTES, head_bytes
 from vllm_delta.errors import (
@@ -50,10 +50,6 @@ CLAIM_ATTEMPTS = 16
 
 _CONTESTED = 8
 """Of our records at places where another trainer was met, so many are read again by each commit."""
-
-
-_HASHED_BESIDE = 4 << 20
-"""From this size on a blob is hashed while it is copied."""
 
 
 class Log(LogReader):
@@ -137,7 +133,7 @@ class Log(LogReader):
 
     def _salted(self, data: bytes, about: bytes, objects: dict[str, bytes], shard: int) -> BlobRef:
         salt = os.urandom(SALT_BYTES)
-        if self.keys.sealing or len(data) < _HASHED_BESIDE:
+        if self.keys.sealing or len(data) < HASHED_BESIDE:
             salted = b"".join([data, salt])
             return self._object(self.keys.seal(salted, about), objects, shard)
         with ThreadPoolExecutor(1) as beside:

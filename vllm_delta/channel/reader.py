@@ -19,7 +19,8 @@ SALT_BYTES = 8
 """At the end of each blob's object, so that no two writes are of one object; see `FORMAT.md`."""
 
 
-_HASHED_BESIDE = 4 << 20
+HASHED_BESIDE = 4 << 20
+"""From this size on a blob is hashed beside its transfer, or beside its copying."""
 
 
 class LogReader:
@@ -160,7 +161,7 @@ class LogReader:
         hasher = hashlib.sha256()
         update = hasher.update
         # Beside the transfer: sha256 takes about as long as a fast store does.
-        with ThreadPoolExecutor(1) if ref.n_bytes > _HASHED_BESIDE else nullcontext() as thread:
+        with ThreadPoolExecutor(1) if ref.n_bytes > HASHED_BESIDE else nullcontext() as thread:
             data, n_bytes = _gathered(
                 stream,
                 ref.n_bytes,

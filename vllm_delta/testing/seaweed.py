@@ -60,6 +60,7 @@ try:
         server.kill()
         server.wait()
 finally:
+    # The server's sockets lie there whatever TMPDIR says: the place is written into it.
     for port in ports:
         for name in glob.glob("/tmp/seaweedfs-*-" + port + ".sock"):
             os.unlink(name)
